@@ -1,0 +1,79 @@
+"""The frozen configuration that launch.py hands to every process."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+Executor = Literal["transformer", "checksum"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine. Checked once, in `launch.py`; a child only reads it."""
+
+    model: str  # a folder or a .gguf file; "checksum" with that executor
+    served_model_name: str
+    run_dir: str  # private 0700 directory of the internal sockets
+    client_address: str  # ipc:// address of the ZMQ door
+    epoch: int  # random per start; keeps messages of another start out
+
+    executor: Executor = "transformer"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: int | None = None  # None: the model's own limit
+    max_num_seqs: int = 64  # rows
+    max_num_batched_tokens: int = 512  # tokens of a step, prompts and decoding rows together
+    block_size: int = 16  # tokens per KV block
+    num_kv_blocks: int | None = None  # None: from kv_cache_gib
+    kv_cache_gib: float = 2.0  # at most; never more than max_num_seqs full contexts
+    max_pipeline_depth: int = 2  # steps sent and not yet confirmed; 1 is the synchronous mode
+    max_queued_requests: int = 1024
+    tensor_parallel_size: int = 1
+    seed: int | None = None  # of the seeds given to requests that name none; None: random
+    num_threads: int | None = None  # CPU threads of a worker; None: one per core
+    failpoint: str | None = None  # "PLACE:STEP:ACTION", with the checksum executor only
+
+    def address(self, channel: str) -> str:
+        """The ipc address of an internal channel: workers, results or frontends."""
+        return f"ipc://{Path(self.run_dir) / channel}"
+
+
+# field -> (lowest, highest), both allowed
+BOUNDS: dict[str, tuple[float, float]] = {
+    "max_model_len": (2, 2**24),
+    "max_num_seqs": (1, 4096),
+    "max_num_batched_tokens": (1, 2**20),
+    "num_kv_blocks": (1, 2**31 - 2),
+    "kv_cache_gib": (2**-20, 2**20),
+    "max_pipeline_depth": (1, 8),
+    "max_queued_requests": (1, 2**20),
+    "tensor_parallel_size": (1, 1),
+    "num_threads": (1, 1024),
+    "seed": (-(2**63), 2**63 - 1),
+}
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raise ValueError naming the flag, its value and its limit for the first field out of bounds."""
+    for field, (low, high) in BOUNDS.items():
+        value = getattr(config, field)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"--{field.replace('_', '-')} must be between {low} and {high}, got {value}")
+    if config.block_size not in BLOCK_SIZES:
+        raise ValueError(f"--block-size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {config.block_size}")
+    if config.failpoint is not None and config.executor != "checksum":
+        raise ValueError("a failpoint works with --executor checksum only")
+
+
+def save_config(config: EngineConfig) -> Path:
+    """Write the configuration into its run directory; returns the file, which a child reads with `load_config`."""
+    path = Path(config.run_dir) / "config.json"
+    path.write_bytes(msgspec.json.encode(config))
+    return path
+
+
+def load_config(path: str | Path) -> EngineConfig:
+    """The configuration that `save_config` wrote."""
+    return msgspec.json.decode(Path(path).read_bytes(), type=EngineConfig)

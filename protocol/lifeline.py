@@ -1,0 +1,121 @@
+"""The socket pair between the supervisor and each child.
+
+The child writes Ready or Failed; the end of the stream means, to the child, that the supervisor asks it to stop or is gone, and
+to the supervisor, that the child is gone. One mechanism serves the clean stop and `kill -9` alike.
+"""
+
+import ctypes
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from protocol.config import EngineConfig, load_config
+from protocol.transport import check_ipc_address
+
+PR_SET_PDEATHSIG = 1
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The child serves; `note` goes into the supervisor's log."""
+
+    note: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The child ends; `reason` is one line for the user."""
+
+    reason: str
+    exit_code: int
+
+
+decode_line = msgspec.json.Decoder(Ready | Failed).decode
+
+
+class Lifeline:
+    """The child's end. Readable (`fileno`) once the child is to stop."""
+
+    def __init__(self, fd: int):
+        self.socket = socket.socket(fileno=fd)
+
+    def fileno(self) -> int:
+        """For pollers and event loops."""
+        return self.socket.fileno()
+
+    def is_cut(self) -> bool:
+        """Whether the child is to stop."""
+        return bool(select.select([self.socket], [], [], 0)[0])
+
+    def wait_cut(self) -> None:
+        """Block until the child is to stop."""
+        self.socket.recv(1)
+
+    def send(self, message: Ready | Failed) -> None:
+        """Tell the supervisor; silent when it is gone."""
+        try:
+            self.socket.sendall(msgspec.json.encode(message) + b"\n")
+        except OSError:
+            pass
+
+
+def run_child(main: Callable[[EngineConfig, Lifeline], None]) -> None:
+    """Entry of a child process: `python -m PACKAGE.main CONFIG_FILE LIFELINE_FD`.
+
+    A ValueError or OSError is the user's to mend and becomes one line and exit code 2; anything else shows its traceback too and
+    ends with 1.
+    """
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {main.__module__.split('.')[0]}: %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor's to handle
+    config, lifeline = load_config(sys.argv[1]), Lifeline(int(sys.argv[2]))
+    try:
+        main(config, lifeline)
+    except (ValueError, OSError) as error:
+        lifeline.send(Failed(" ".join(str(error).split()), 2))
+        log_traceback()
+        sys.exit(2)
+    except Exception as error:
+        traceback.print_exc()
+        lifeline.send(Failed(f"{type(error).__name__}: {' '.join(str(error).split())}", 1))
+        sys.exit(1)
+
+
+def log_traceback() -> None:
+    """The traceback of an error that the user sees as one line, for those who ask for it."""
+    logging.getLogger(__name__).debug("", exc_info=True)
+
+
+def die_with_supervisor() -> None:
+    """Have the kernel kill this process when its parent dies, even inside a long library call."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_when_cut(lifeline: Lifeline) -> None:
+    """Start a thread that ends this process at once when the lifeline is cut: for a process with nothing to hand over."""
+
+    def watch() -> None:
+        lifeline.wait_cut()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def remove_leftovers(config: EngineConfig) -> None:
+    """Remove the run directory and the client socket; whoever ends last does it, in any order and any number of times."""
+    shutil.rmtree(config.run_dir, ignore_errors=True)
+    client_socket = check_ipc_address(config.client_address)
+    for path in (client_socket, lock_path(client_socket)):
+        path.unlink(missing_ok=True)
+
+
+def lock_path(client_socket: Path) -> Path:
+    """The file whose lock says that an engine serves this address."""
+    return client_socket.with_name(client_socket.name + ".lock")

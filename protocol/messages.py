@@ -1,0 +1,278 @@
+"""Every message between two processes, and one typed decoder per channel.
+
+Token ids and block ids travel as little-endian int32 bytes (`pack`, `unpack`): one copy instead of one object per id.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from protocol.sampling import RowSampling, SamplingParams
+
+PROTOCOL_VERSION = 1
+
+# A worker's token for a row whose logits held no finite value; its request ends with reason "error".
+NO_TOKEN = -1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def pack(ids) -> bytes:
+    """Token or block ids as little-endian int32 bytes."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack(data: bytes) -> np.ndarray:
+    """The ids of `pack`, as a read-only int32 array."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False, forbid_unknown_fields=True):
+    """Between our own processes: positional, so a name costs no bytes."""
+
+
+# ---- scheduler -> worker ------------------------------------------------------------------------------------------
+
+
+class WorkerBegin(Message, frozen=True):
+    """The handshake's end: the worker may expect step 0 of this epoch next."""
+
+    epoch: int
+    sampled_vocab: int  # ids from here up are never sampled; the tokenizer's size, or the model's
+
+
+class RowJoin(Message, frozen=True):
+    """A row given to a request: everything the last owner left is replaced."""
+
+    row: int
+    generation: int
+    prompt_len: int  # of the request's own prompt, also after a preemption
+    num_computed: int  # tokens whose KV is already in `blocks`
+    blocks: bytes
+    sampling: RowSampling
+
+
+class BlockGrant(Message, frozen=True):
+    """Blocks appended to a row's block table, which holds `held` already."""
+
+    row: int
+    held: int
+    blocks: bytes
+
+
+class Chunk(Message, frozen=True):
+    """Known tokens to run through a row this step, right after those it has computed."""
+
+    row: int
+    tokens: bytes
+    samples: bool  # the last chunk of what is known: a token is sampled after it
+
+
+class StepDelta(Message, frozen=True):
+    """What changed since step - 1. Applied in order, never skipped; all lists empty means "the same rows again".
+
+    The step runs one token for each decoding row, in ascending row order, then the chunks in the order given. It samples for
+    every decoding row and every chunk that says so, in that order.
+    """
+
+    step: int
+    joins: list[RowJoin] = []
+    grants: list[BlockGrant] = []
+    decode_on: list[int] = []  # rows that decode from this step on
+    decode_off: list[int] = []  # rows that no longer decode
+    chunks: list[Chunk] = []
+
+
+# ---- worker -> scheduler ------------------------------------------------------------------------------------------
+
+
+class WorkerReady(Message, frozen=True):
+    """A worker has its weights and its KV pool."""
+
+    version: int
+    epoch: int
+    rank: int
+    num_blocks: int
+    block_size: int
+    num_rows: int
+    vocab_size: int
+    max_model_len: int  # the model's own limit, or the configured one where smaller
+
+
+class StepResult(Message, frozen=True):
+    """The sampled tokens of a step, in the order that StepDelta defines."""
+
+    step: int
+    tokens: bytes
+
+
+# ---- frontend -> scheduler ----------------------------------------------------------------------------------------
+
+
+class FrontendHello(Message, frozen=True):
+    """A frontend asks for admission; answered by SchedulerReady once the workers are ready."""
+
+    version: int
+    epoch: int
+    tokenizer_size: int  # number of ids that the tokenizer knows; 0: there is no tokenizer
+
+
+class AddRequest(Message, frozen=True):
+    """A checked request. `generated` holds tokens delivered before, when a frontend resubmits after a fault."""
+
+    handle: int  # chosen by the frontend, unique within it
+    prompt: bytes
+    generated: bytes
+    max_tokens: int  # counts generated ones too
+    end_ids: list[int]  # end-of-sequence ids (unless ignored) and the request's own stop ids
+    sampling: RowSampling
+
+
+class AbortRequests(Message, frozen=True):
+    """Requests nobody waits for any more. Unknown and repeated handles are harmless."""
+
+    handles: list[int]
+
+
+class GetStats(Message, frozen=True):
+    """Asks for one Stats."""
+
+
+# ---- scheduler -> frontend ----------------------------------------------------------------------------------------
+
+
+class SchedulerReady(Message, frozen=True):
+    """The limits that the doors check against."""
+
+    version: int
+    epoch: int
+    max_model_len: int
+    vocab_size: int
+
+
+class Finished(Message, frozen=True):
+    """A request's last word, sent with or after its last token."""
+
+    handle: int
+    reason: FinishReason
+
+
+class TokenBatch(Message, frozen=True):
+    """The new tokens of one step for one frontend: tokens[i] belongs to handles[i] (int64 bytes)."""
+
+    handles: bytes
+    tokens: bytes
+    finished: list[Finished]
+
+
+class Refused(Message, frozen=True):
+    """A request that was not admitted, with the reason for its client."""
+
+    handle: int
+    code: int  # as an HTTP status: 400 or 503
+    message: str
+
+
+class Stats(Message, frozen=True):
+    """A snapshot of the scheduler."""
+
+    num_running: int
+    num_waiting: int
+    free_blocks: int
+    total_blocks: int
+    free_rows: int
+    total_rows: int
+    num_tracked: int  # requests in any table of the scheduler
+    num_preemptions: int
+    num_steps: int
+    num_generated_tokens: int
+    num_malformed: int
+
+
+# ---- client <-> frontend: by name, so that an error can name the field --------------------------------------------
+
+
+class ClientMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type", forbid_unknown_fields=True, omit_defaults=True):
+    """Between a client and the ZMQ door: a map with a "type", so that other languages need no schema."""
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Generate(ClientMessage, frozen=True):
+    """Exactly one of prompt (text), prompt_ids and messages is given."""
+
+    request_id: int  # unique among the client's requests in flight
+    prompt: str | None = None
+    prompt_ids: list[int] | None = None
+    messages: list[ChatMessage] | None = None
+    sampling: SamplingParams = SamplingParams()
+    stream: bool = True
+
+
+class Cancel(ClientMessage, frozen=True):
+    """The client no longer wants a request. Harmless when it is unknown."""
+
+    request_id: int
+
+
+class GetInfo(ClientMessage, frozen=True):
+    """Asks for one Info."""
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of a finished request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Output(ClientMessage, frozen=True):
+    """New text and tokens of a request; with `finish_reason` set, its last message.
+
+    `text` may lag behind `token_ids` while a character or a possible stop string is incomplete.
+    """
+
+    request_id: int
+    seq: int  # 0, 1, 2, …: a gap or a repeat is a fault
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+class Error(ClientMessage, frozen=True):
+    """A request's only or last message. `request_id` is None when the frame that caused it could not be read."""
+
+    request_id: int | None
+    code: int  # as an HTTP status
+    message: str
+
+
+class KeepAlive(ClientMessage, frozen=True):
+    """Sent so that a vanished client is noticed; a client ignores it."""
+
+
+class Info(ClientMessage, frozen=True):
+    """What is served, and how it is doing."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    stats: dict[str, int]
+
+
+encode = msgspec.msgpack.Encoder().encode
+
+decode_to_worker = msgspec.msgpack.Decoder(WorkerBegin | StepDelta).decode
+decode_from_worker = msgspec.msgpack.Decoder(WorkerReady).decode
+decode_result = msgspec.msgpack.Decoder(StepResult).decode
+decode_from_frontend = msgspec.msgpack.Decoder(FrontendHello | AddRequest | AbortRequests | GetStats).decode
+decode_to_frontend = msgspec.msgpack.Decoder(SchedulerReady | TokenBatch | Refused | Stats).decode
+decode_from_client = msgspec.msgpack.Decoder(Generate | Cancel | GetInfo).decode
+decode_to_client = msgspec.msgpack.Decoder(Output | Error | KeepAlive | Info).decode

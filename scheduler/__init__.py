@@ -1,0 +1,1 @@
+"""Plans every step. Imports only `protocol`; never torch."""
