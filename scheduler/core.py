@@ -1,0 +1,309 @@
+"""The scheduler without its sockets: requests in, steps out, tokens confirmed.
+
+A request is waiting (in `waiting`), running (it has a row), or draining: preempted while tokens that it sampled were still in
+flight. They are accepted when they arrive, once, and only then does it wait for a row again.
+"""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.messages import (
+    NO_TOKEN,
+    AddRequest,
+    BlockGrant,
+    Chunk,
+    Finished,
+    FinishReason,
+    Refused,
+    RowJoin,
+    StepDelta,
+    StepResult,
+    TokenBatch,
+    pack,
+    unpack,
+)
+from scheduler.blocks import BlockPool
+from scheduler.delta import DeltaBuilder
+from scheduler.policy import StepPlan, blocks_for, can_admit, plan_step
+from scheduler.table import MAX_END_IDS, Request, RequestTable
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the workers' capacities and the configuration allow."""
+
+    num_rows: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    max_step_tokens: int
+    max_pipeline_depth: int
+    max_queued_requests: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step sent and not yet confirmed: the rows that it samples for, in the order of its result."""
+
+    delta: StepDelta
+    rows: np.ndarray
+    generations: np.ndarray
+
+
+@dataclass
+class Arrivals:
+    """What one result brought: tokens, and requests that ended with them, each with its frontend."""
+
+    frontends: np.ndarray
+    handles: np.ndarray
+    tokens: np.ndarray
+    finished: list[tuple[int, Finished]]
+
+    def batches(self) -> list[tuple[int, TokenBatch]]:
+        """One message for each frontend concerned."""
+        names = sorted({*np.unique(self.frontends).tolist(), *(frontend for frontend, _ in self.finished)})
+        return [(frontend, self._batch(frontend)) for frontend in names]
+
+    def _batch(self, frontend: int) -> TokenBatch:
+        mine = self.frontends == frontend
+        finished = [message for owner, message in self.finished if owner == frontend]
+        return TokenBatch(self.handles[mine].astype("<i8").tobytes(), pack(self.tokens[mine]), finished)
+
+
+class Scheduler:
+    """Requests, rows and blocks. Invariant: each block is free or in one row's table; each request is in one of three places."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks)
+        self.table = RequestTable(limits.num_rows, limits.max_model_len, limits.block_size)
+        self.deltas = DeltaBuilder(limits.num_rows)
+        self.in_flight: deque[Plan] = deque()
+        self.requests: dict[tuple[int, int], Request] = {}  # (frontend, handle) of every request not finished
+        self.waiting: list[Request] = []  # oldest first
+        self.draining: dict[int, Request] = {}  # by the generation of the row that it lost
+        self.num_arrived = self.num_preemptions = self.num_generated_tokens = 0
+
+    # ---- requests come and go -------------------------------------------------------------------------------------
+
+    def add(self, frontend: int, message: AddRequest) -> Refused | None:
+        """Queue a request, or say why not."""
+        if len(self.waiting) >= self.limits.max_queued_requests:
+            return Refused(message.handle, 503, f"the queue is full: {len(self.waiting)} requests wait, try again later")
+        tokens = np.concatenate([unpack(message.prompt), unpack(message.generated)])
+        if fault := self._fault(frontend, message, tokens):
+            return Refused(message.handle, 400, fault)
+        prompt_len = len(message.prompt) // 4
+        request = Request(
+            frontend=frontend,
+            handle=message.handle,
+            arrival=self.num_arrived,
+            prompt_len=prompt_len,
+            tokens=tokens,
+            limit=min(prompt_len + message.max_tokens, self.limits.max_model_len),
+            end_ids=np.asarray(message.end_ids, dtype=np.int32),
+            sampling=message.sampling,
+        )
+        self.num_arrived += 1
+        self.requests[frontend, message.handle] = request
+        self.waiting.append(request)
+        return None
+
+    def abort(self, frontend: int, handle: int) -> None:
+        """Forget a request wherever it is; its tokens in flight are dropped. Harmless when it is unknown."""
+        request = self.requests.pop((frontend, handle), None)
+        if request is None:
+            return
+        if request.row is not None:
+            self._release(request.row)
+        elif request.num_in_flight:
+            self.draining = {generation: other for generation, other in self.draining.items() if other is not request}
+        else:
+            self.waiting.remove(request)
+
+    def abort_frontend(self, frontend: int) -> None:
+        """Forget all requests of a frontend that is gone."""
+        for owner, handle in [key for key in self.requests if key[0] == frontend]:
+            self.abort(owner, handle)
+
+    def _fault(self, frontend: int, message: AddRequest, tokens: np.ndarray) -> str | None:
+        """What is wrong with a request. The doors have checked all this; a scheduler that trusts them dies with them."""
+        limits = self.limits
+        if (frontend, message.handle) in self.requests:
+            return f"handle {message.handle} is in use"
+        if len(message.prompt) == 0:
+            return "the prompt is empty"
+        if len(tokens) >= limits.max_model_len:
+            return f"the prompt has {len(tokens)} tokens; the context length {limits.max_model_len} leaves no room for a new one"
+        if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
+            return f"token ids must be between 0 and {limits.vocab_size - 1}"
+        if message.max_tokens <= len(message.generated) // 4:
+            return f"max_tokens must exceed the {len(message.generated) // 4} tokens generated already, got {message.max_tokens}"
+        if len(message.end_ids) > MAX_END_IDS:
+            return f"at most {MAX_END_IDS} end ids are supported, got {len(message.end_ids)}"
+        return None
+
+    # ---- a step is planned ----------------------------------------------------------------------------------------
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another step may be sent before one is confirmed."""
+        return len(self.in_flight) < self.limits.max_pipeline_depth
+
+    def plan(self) -> Plan | None:
+        """The next step, already accounted for; None when nothing can run."""
+        grants = self._grow()
+        joins = self._admit()
+        table = self.table
+        prompt_rows = table.prefilling_rows()
+        left = table.prefill_end_R[prompt_rows] - table.num_computed_R[prompt_rows]
+        step = plan_step(table.decoding_rows(), prompt_rows, left, self.limits.max_step_tokens)
+        if step.is_empty:
+            assert not joins and not grants
+            return None
+        chunks = self._chunks(step)
+        rows = np.concatenate([step.decode_rows, step.chunk_rows[[chunk.samples for chunk in chunks]]])
+        self._advance(step, rows)
+        plan = Plan(self.deltas.build(step.decode_rows, joins, grants, chunks), rows, table.generation_R[rows])
+        self.in_flight.append(plan)
+        return plan
+
+    def _grow(self) -> list[BlockGrant]:
+        """Give each decoding row a block for its next token, preempting the newest requests where blocks run out."""
+        full = self.table.full_rows(self.table.decoding_rows())
+        while len(full) > self.pool.num_free:
+            self._preempt(int(self.table.running_rows()[-1]))
+            full = self.table.full_rows(self.table.decoding_rows())
+        grants = []
+        for row in full.tolist():
+            blocks = self.pool.take(1)
+            grants.append(BlockGrant(row, int(self.table.num_blocks_R[row]), pack(blocks)))
+            self.table.append_blocks(row, blocks)
+        return grants
+
+    def _admit(self) -> list[RowJoin]:
+        """Move requests from the queue into rows, oldest first, while rows and blocks last."""
+        joins = []
+        while self.waiting and self.table.num_free_rows:
+            request = self.waiting[0]
+            needed = blocks_for(len(request.tokens) + 1, self.limits.block_size)
+            if not can_admit(needed, self.pool.num_free, self.table.num_running):
+                break
+            del self.waiting[0]
+            blocks = self.pool.take(needed)
+            row = self.table.admit(request, blocks)
+            generation = int(self.table.generation_R[row])
+            joins.append(RowJoin(row, generation, request.prompt_len, 0, pack(blocks), request.sampling))
+        return joins
+
+    def _chunks(self, step: StepPlan) -> list[Chunk]:
+        table, chunks = self.table, []
+        for row, size in zip(step.chunk_rows.tolist(), step.chunk_sizes.tolist(), strict=True):
+            start = int(table.num_computed_R[row])
+            tokens = pack(table.tokens_RL[row, start : start + size])
+            chunks.append(Chunk(row, tokens, samples=start + size == int(table.prefill_end_R[row])))
+        return chunks
+
+    def _advance(self, step: StepPlan, sampling_rows: np.ndarray) -> None:
+        self.table.num_computed_R[step.decode_rows] += 1
+        self.table.num_computed_R[step.chunk_rows] += step.chunk_sizes
+        self.table.num_planned_R[sampling_rows] += 1
+
+    def _preempt(self, row: int) -> None:
+        """Take row and blocks away; the request is computed anew once all that it sampled has arrived."""
+        assert self.table.num_running > 1, "the pool holds less than one full context"
+        generation = int(self.table.generation_R[row])
+        num_in_flight = int(self.table.num_planned_R[row] - self.table.num_known_R[row])
+        request = self._release(row)
+        request.num_in_flight = num_in_flight
+        self.num_preemptions += 1
+        if num_in_flight:
+            self.draining[generation] = request
+        else:
+            self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        insort(self.waiting, request, key=lambda other: other.arrival)
+
+    def _release(self, row: int) -> Request:
+        request, blocks = self.table.release(row)
+        self.pool.give(blocks)
+        return request
+
+    # ---- a step is confirmed --------------------------------------------------------------------------------------
+
+    def confirm(self, result: StepResult) -> Arrivals:
+        """Turn the placeholders of the oldest step in flight into tokens; end what they end."""
+        plan = self.in_flight.popleft()
+        assert result.step == plan.delta.step, f"result of step {result.step}, expected {plan.delta.step}"
+        tokens = unpack(result.tokens)
+        assert len(tokens) == len(plan.rows), f"step {result.step}: {len(tokens)} tokens for {len(plan.rows)} rows"
+        live = self.table.generation_R[plan.rows] == plan.generations
+        arrivals = self._confirm_rows(plan.rows[live], tokens[live])
+        if self.draining and not live.all():
+            self._confirm_draining(plan.generations[~live], tokens[~live], arrivals)
+        self.num_generated_tokens += len(arrivals.tokens)
+        return arrivals
+
+    def _confirm_rows(self, rows: np.ndarray, tokens: np.ndarray) -> Arrivals:
+        table = self.table
+        known = table.num_known_R[rows]
+        table.tokens_RL[rows, known] = tokens
+        table.num_known_R[rows] = known + 1
+        ended = (table.end_ids_RE[rows] == tokens[:, None]).any(axis=1)
+        full = known + 1 >= table.limit_R[rows]
+        broken = tokens == NO_TOKEN
+        ended &= ~broken  # NO_TOKEN equals NO_ID, the filler of an end-id column
+        kept = ~broken
+        arrivals = Arrivals(table.frontend_R[rows][kept], table.handle_R[rows][kept], tokens[kept], [])
+        for i in np.flatnonzero(ended | full | broken).tolist():
+            request = self._release(int(rows[i]))
+            self._finish(request, "error" if broken[i] else "stop" if ended[i] else "length", arrivals)
+        return arrivals
+
+    def _confirm_draining(self, generations: np.ndarray, tokens: np.ndarray, arrivals: Arrivals) -> None:
+        """Late tokens of preempted requests. A token of a generation that nobody waits for came after a stop: dropped."""
+        for generation, token in zip(generations.tolist(), tokens.tolist(), strict=True):
+            request = self.draining.get(generation)
+            if request is None:
+                continue
+            request.num_in_flight -= 1
+            reason = self._append(request, token)
+            if token != NO_TOKEN:
+                arrivals.frontends = np.append(arrivals.frontends, request.frontend)
+                arrivals.handles = np.append(arrivals.handles, request.handle)
+                arrivals.tokens = np.append(arrivals.tokens, token)
+            if reason is not None:
+                del self.draining[generation]
+                self._finish(request, reason, arrivals)
+            elif request.num_in_flight == 0:
+                del self.draining[generation]
+                self._requeue(request)
+
+    def _append(self, request: Request, token: int) -> FinishReason | None:
+        """Add a token to a request without a row; returns why it ends with it, if it does."""
+        if token == NO_TOKEN:
+            return "error"
+        request.tokens = np.append(request.tokens, np.int32(token))
+        if token in request.end_ids:
+            return "stop"
+        return "length" if len(request.tokens) >= request.limit else None
+
+    def _finish(self, request: Request, reason: FinishReason, arrivals: Arrivals) -> None:
+        del self.requests[request.frontend, request.handle]
+        arrivals.finished.append((request.frontend, Finished(request.handle, reason)))
+
+    def check(self) -> None:
+        """Assert the invariant."""
+        self.pool.check()
+        self.table.check()
+        held = np.concatenate([self.table.blocks(row) for row in range(self.limits.num_rows)])
+        assert len(np.unique(held)) == len(held) == self.pool.num_blocks - self.pool.num_free
+        places = [*self.waiting, *self.draining.values(), *filter(None, self.table.requests)]
+        assert sorted(map(id, places)) == sorted(map(id, self.requests.values()))
+        assert all(request.num_in_flight > 0 for request in self.draining.values())
+        assert [r.arrival for r in self.waiting] == sorted(r.arrival for r in self.waiting)

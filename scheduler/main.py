@@ -1,0 +1,203 @@
+"""The scheduler process: sockets around `scheduler.core`.
+
+Run as `python -m scheduler.main CONFIG_FILE LIFELINE_FD`.
+"""
+
+import logging
+import sys
+
+import zmq
+
+from protocol.config import EngineConfig
+from protocol.lifeline import Lifeline, Ready, remove_leftovers, run_child
+from protocol.messages import (
+    PROTOCOL_VERSION,
+    AbortRequests,
+    AddRequest,
+    FrontendHello,
+    GetStats,
+    SchedulerReady,
+    Stats,
+    StepResult,
+    WorkerBegin,
+    WorkerReady,
+    decode_from_frontend,
+    decode_from_worker,
+    decode_result,
+)
+from protocol.transport import Endpoint, RoutedEndpoint, bind, check_handshake, open_socket
+from scheduler.core import Limits, Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Channels:
+    """The scheduler's sockets, bound, and the lifeline, behind one poller."""
+
+    def __init__(self, config: EngineConfig, lifeline: Lifeline):
+        context = zmq.Context()
+        workers, results, frontends = (open_socket(context, kind) for kind in (zmq.ROUTER, zmq.PULL, zmq.ROUTER))
+        bind(workers, config.address("workers"))
+        bind(results, config.address("results"))
+        bind(frontends, config.address("frontends"))
+        self.workers = RoutedEndpoint(workers, decode_from_worker)
+        self.results = Endpoint(results, decode_result)
+        self.frontends = RoutedEndpoint(frontends, decode_from_frontend)
+        self.lifeline = lifeline
+        self.poller = zmq.Poller()
+        for readable in (workers, results, frontends, lifeline.fileno()):
+            self.poller.register(readable, zmq.POLLIN)
+
+    def wait(self) -> bool:
+        """Block until something arrives; False once this process is to stop."""
+        ready = dict(self.poller.poll())
+        return self.lifeline.fileno() not in ready
+
+    @property
+    def num_malformed(self) -> int:
+        return self.workers.num_malformed + self.results.num_malformed + self.frontends.num_malformed
+
+
+class Handshake:
+    """Gathers the workers' capacities and the frontends' greetings; complete once every worker and one frontend are there."""
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.workers: dict[bytes, WorkerReady] = {}
+        self.frontends: dict[bytes, FrontendHello] = {}
+
+    def add(self, identity: bytes, message: WorkerReady | FrontendHello) -> None:
+        """Raises ValueError when a peer does not belong to this engine."""
+        check_handshake(message.version, message.epoch, PROTOCOL_VERSION, self.config.epoch, identity.decode(errors="replace"))
+        if isinstance(message, WorkerReady):
+            self.workers[identity] = message
+        elif isinstance(message, FrontendHello):
+            self.frontends[identity] = message
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.workers) == self.config.tensor_parallel_size and len(self.frontends) > 0
+
+    def limits(self) -> Limits:
+        """What all workers can hold. A context longer than the KV pool could never finish, so the limit is lowered to it."""
+        ready = list(self.workers.values())
+        assert len({(worker.block_size, worker.vocab_size, worker.num_rows) for worker in ready}) == 1, "ranks differ"
+        block_size, num_blocks = ready[0].block_size, min(worker.num_blocks for worker in ready)
+        wanted = min(worker.max_model_len for worker in ready)
+        if wanted > num_blocks * block_size:
+            log.warning("max_model_len lowered from %d to %d, the size of the KV pool", wanted, num_blocks * block_size)
+        return Limits(
+            num_rows=ready[0].num_rows,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=min(wanted, num_blocks * block_size),
+            vocab_size=ready[0].vocab_size,
+            max_step_tokens=self.config.max_num_batched_tokens,
+            max_pipeline_depth=self.config.max_pipeline_depth,
+            max_queued_requests=self.config.max_queued_requests,
+        )
+
+    def sampled_vocab(self) -> int:
+        """Ids that the tokenizers know; all of the model's where there is no tokenizer."""
+        vocab_size = next(iter(self.workers.values())).vocab_size
+        return min([vocab_size, *(hello.tokenizer_size for hello in self.frontends.values() if hello.tokenizer_size)])
+
+
+class SchedulerProcess:
+    """The loop of the design: requests in, results in, steps out."""
+
+    def __init__(self, config: EngineConfig, channels: Channels, handshake: Handshake):
+        limits = handshake.limits()
+        self.channels = channels
+        self.scheduler = Scheduler(limits)
+        self.workers = list(handshake.workers)
+        self.frontends = list(handshake.frontends)  # a frontend's index here is its number in the scheduler
+        self.welcome = SchedulerReady(PROTOCOL_VERSION, config.epoch, limits.max_model_len, limits.vocab_size)
+        channels.workers.send_to_all(self.workers, WorkerBegin(config.epoch, handshake.sampled_vocab()))
+        for identity in self.frontends:
+            channels.frontends.send_to(identity, self.welcome)
+
+    def step(self) -> None:
+        """Take in all that has arrived and send every step that can be planned from it."""
+        for identity, message in self.channels.frontends.drain():
+            self.handle(identity, message)
+        for result in self.channels.results.drain():
+            self.confirm(result)
+        while self.scheduler.has_room and (plan := self.scheduler.plan()):
+            self.channels.workers.send_to_all(self.workers, plan.delta)
+
+    def handle(self, identity: bytes, message: AddRequest | AbortRequests | GetStats | FrontendHello) -> None:
+        """One message of a frontend."""
+        if identity not in self.frontends:
+            self.frontends.append(identity)
+        frontend = self.frontends.index(identity)
+        match message:
+            case AddRequest():
+                if refused := self.scheduler.add(frontend, message):
+                    self.reply(frontend, refused)
+            case AbortRequests():
+                for handle in message.handles:
+                    self.scheduler.abort(frontend, handle)
+            case GetStats():
+                self.reply(frontend, self.stats())
+            case FrontendHello():
+                self.reply(frontend, self.welcome)
+
+    def confirm(self, result: StepResult) -> None:
+        """Hand the tokens of a step to the frontends."""
+        for frontend, batch in self.scheduler.confirm(result).batches():
+            self.reply(frontend, batch)
+
+    def reply(self, frontend: int, message: object) -> None:
+        """Send to a frontend; one that is gone takes its requests with it."""
+        try:
+            self.channels.frontends.send_to(self.frontends[frontend], message)
+        except zmq.ZMQError as error:
+            log.warning("frontend %d is gone (%s), its requests are aborted", frontend, error)
+            self.scheduler.abort_frontend(frontend)
+
+    def stats(self) -> Stats:
+        """A snapshot for the frontends."""
+        scheduler = self.scheduler
+        return Stats(
+            num_running=scheduler.table.num_running,
+            num_waiting=len(scheduler.waiting) + len(scheduler.draining),
+            free_blocks=scheduler.pool.num_free,
+            total_blocks=scheduler.pool.num_blocks,
+            free_rows=scheduler.table.num_free_rows,
+            total_rows=scheduler.limits.num_rows,
+            num_tracked=len(scheduler.requests),
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=scheduler.deltas.next_step,
+            num_generated_tokens=scheduler.num_generated_tokens,
+            num_malformed=self.channels.num_malformed,
+        )
+
+
+def shake_hands(config: EngineConfig, channels: Channels) -> Handshake | None:
+    """Wait for the workers and a frontend; None when this process is to stop first."""
+    handshake = Handshake(config)
+    while not handshake.is_complete:
+        if not channels.wait():
+            return None
+        for identity, message in [*channels.workers.drain(), *channels.frontends.drain()]:
+            handshake.add(identity, message)
+    return handshake
+
+
+def main(config: EngineConfig, lifeline: Lifeline) -> None:
+    """Serve until the lifeline is cut."""
+    channels = Channels(config, lifeline)
+    if handshake := shake_hands(config, channels):
+        process = SchedulerProcess(config, channels, handshake)
+        lifeline.send(Ready(f"max_model_len {process.welcome.max_model_len}, {process.scheduler.pool.num_blocks} KV blocks"))
+        try:
+            while channels.wait():
+                process.step()
+        except zmq.ZMQError as error:
+            sys.exit(f"a worker is gone: {error}")  # the supervisor has the worker's own reason
+    remove_leftovers(config)
+
+
+if __name__ == "__main__":
+    run_child(main)

@@ -1,0 +1,69 @@
+"""What a step does, decided by pure functions."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# Decoding rows take what they need of a step's tokens; prompts get the rest, and never less than this share of the budget, so
+# that a budget smaller than the batch starves nobody.
+LEAST_PROMPT_SHARE = 4
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The rows of a step: one token for each of decode_rows, chunk_sizes[i] tokens for chunk_rows[i]."""
+
+    decode_rows: np.ndarray
+    chunk_rows: np.ndarray
+    chunk_sizes: np.ndarray
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.decode_rows) + len(self.chunk_rows) == 0
+
+
+def plan_step(decode_rows: np.ndarray, prompt_rows: np.ndarray, prompt_tokens: np.ndarray, budget: int) -> StepPlan:
+    """Every decoding row first, then chunks of the prompts.
+
+    prompt_rows come oldest first, prompt_tokens[i] of prompt_rows[i] are left to compute; budget is in tokens per step.
+    """
+    room = max(budget - len(decode_rows), budget // LEAST_PROMPT_SHARE, 1)
+    sizes = share_budget(prompt_tokens, room)
+    chosen = sizes > 0
+    return StepPlan(decode_rows, prompt_rows[chosen], sizes[chosen])
+
+
+def most_step_tokens(num_rows: int, budget: int) -> int:
+    """The largest step that plan_step can make."""
+    return max(budget, num_rows + max(budget // LEAST_PROMPT_SHARE, 1))
+
+
+def share_budget(wanted: np.ndarray, room: int) -> np.ndarray:
+    """Tokens for each prompt: half the room to the oldest, the rest to the shortest first.
+
+    The half keeps a long prompt moving; shortest first lets a newcomer pass prompts of many steps (and is the order with the
+    least mean waiting time, known as SRPT).
+    """
+    sizes = np.zeros_like(wanted)
+    if len(wanted) == 0:
+        return sizes
+    sizes[0] = min(wanted[0], -(-room // 2))
+    left = room - int(sizes[0])
+    for i in np.argsort(wanted, kind="stable"):
+        if left == 0:
+            break
+        more = min(int(wanted[i] - sizes[i]), left)
+        sizes[i] += more
+        left -= more
+    return sizes
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold num_tokens."""
+    return -(-num_tokens // block_size)
+
+
+def can_admit(needed_blocks: int, free_blocks: int, num_running: int) -> bool:
+    """Whether a request may start: its known tokens and its first own one have blocks, and each running row could still grow
+    by one. Without that reserve, a newcomer would be preempted by the next step's growth."""
+    return needed_blocks + num_running <= free_blocks or (num_running == 0 and needed_blocks <= free_blocks)

@@ -1,0 +1,143 @@
+"""The running requests, one row each, as columns: the bookkeeping of a step is a handful of vector operations.
+
+R rows, L tokens of the longest context, B blocks of the longest context, E end ids.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.sampling import MAX_STOP_TOKEN_IDS, RowSampling
+
+MAX_END_IDS = MAX_STOP_TOKEN_IDS + 32  # a model's own end ids beside the request's
+NO_ID = -1  # in an end-id column: equal to no token
+
+
+@dataclass(slots=True)
+class Request:
+    """A request outside the table: waiting, or preempted with tokens still in flight.
+
+    `tokens` are those known: the prompt and what has been generated. They move into the table on admission and back on preemption.
+    """
+
+    frontend: int
+    handle: int
+    arrival: int  # admission order; kept over preemptions, so that the oldest stays the oldest
+    prompt_len: int
+    tokens: np.ndarray
+    limit: int  # tokens in all, the prompt included
+    end_ids: np.ndarray
+    sampling: RowSampling
+    row: int | None = None
+    num_in_flight: int = 0  # sampled tokens of a preempted request that are still to arrive
+
+
+class RequestTable:
+    """Columns over the rows. A row is free where generation_R is 0.
+
+    Invariant of a row in use: num_computed <= num_planned, num_known <= num_planned <= limit. The tokens between num_known and
+    num_planned are placeholders: sampled by steps in flight, known to the worker only. A row decodes once num_computed has
+    reached prefill_end, the number of tokens known when it was admitted.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int):
+        R, L, B = num_rows, max_model_len, -(-max_model_len // block_size)
+        self.block_size = block_size
+        self.generation_R = np.zeros(R, dtype=np.int64)
+        self.arrival_R = np.zeros(R, dtype=np.int64)
+        self.frontend_R = np.zeros(R, dtype=np.int32)
+        self.handle_R = np.zeros(R, dtype=np.int64)
+        self.num_known_R = np.zeros(R, dtype=np.int32)
+        self.num_planned_R = np.zeros(R, dtype=np.int32)
+        self.num_computed_R = np.zeros(R, dtype=np.int32)
+        self.prefill_end_R = np.zeros(R, dtype=np.int32)
+        self.limit_R = np.zeros(R, dtype=np.int32)
+        self.num_blocks_R = np.zeros(R, dtype=np.int32)
+        self.end_ids_RE = np.full((R, MAX_END_IDS), NO_ID, dtype=np.int32)
+        # Zeroed pages cost memory only once written, so the width may be the longest context.
+        self.tokens_RL = np.zeros((R, L), dtype=np.int32)
+        self.block_table_RB = np.zeros((R, B), dtype=np.int32)
+        self.requests: list[Request | None] = [None] * R
+        self._free_rows = list(range(R))  # a heap: low rows first
+        self._last_generation = 0
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.requests) - len(self._free_rows)
+
+    def admit(self, request: Request, blocks: np.ndarray) -> int:
+        """Give the request a free row under a new generation; its blocks hold no computed token yet."""
+        row = heapq.heappop(self._free_rows)
+        self._last_generation += 1
+        known = len(request.tokens)
+        self.generation_R[row] = self._last_generation
+        self.arrival_R[row] = request.arrival
+        self.frontend_R[row] = request.frontend
+        self.handle_R[row] = request.handle
+        self.num_known_R[row] = self.num_planned_R[row] = self.prefill_end_R[row] = known
+        self.num_computed_R[row] = 0
+        self.limit_R[row] = request.limit
+        self.end_ids_RE[row] = NO_ID
+        self.end_ids_RE[row, : len(request.end_ids)] = request.end_ids
+        self.tokens_RL[row, :known] = request.tokens
+        self.num_blocks_R[row] = 0
+        self.append_blocks(row, blocks)
+        self.requests[row] = request
+        request.row = row
+        return row
+
+    def release(self, row: int) -> tuple[Request, np.ndarray]:
+        """Free the row; returns its request, with all known tokens, and the blocks that it held."""
+        request, blocks = self.requests[row], self.blocks(row).copy()
+        assert request is not None
+        request.tokens = self.tokens_RL[row, : self.num_known_R[row]].copy()
+        request.row = None
+        self.generation_R[row] = 0
+        self.num_blocks_R[row] = 0
+        self.requests[row] = None
+        heapq.heappush(self._free_rows, row)
+        return request, blocks
+
+    def blocks(self, row: int) -> np.ndarray:
+        """The row's blocks, in token order (a view)."""
+        return self.block_table_RB[row, : self.num_blocks_R[row]]
+
+    def append_blocks(self, row: int, blocks: np.ndarray) -> None:
+        """Let the row hold more tokens."""
+        held = self.num_blocks_R[row]
+        self.block_table_RB[row, held : held + len(blocks)] = blocks
+        self.num_blocks_R[row] += len(blocks)
+
+    def decoding_rows(self) -> np.ndarray:
+        """Rows whose next token is computed from their last one and may be sampled, in ascending order."""
+        ready_R = (self.num_computed_R >= self.prefill_end_R) & (self.num_planned_R < self.limit_R) & (self.generation_R > 0)
+        return np.flatnonzero(ready_R)
+
+    def prefilling_rows(self) -> np.ndarray:
+        """Rows with known tokens left to compute, oldest first."""
+        rows = np.flatnonzero((self.num_computed_R < self.prefill_end_R) & (self.generation_R > 0))
+        return rows[np.argsort(self.arrival_R[rows])]
+
+    def running_rows(self) -> np.ndarray:
+        """Rows in use, oldest first."""
+        rows = np.flatnonzero(self.generation_R)
+        return rows[np.argsort(self.arrival_R[rows])]
+
+    def full_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Those of `rows` whose next token has no block yet."""
+        return rows[self.num_computed_R[rows] >= self.num_blocks_R[rows] * self.block_size]
+
+    def check(self) -> None:
+        """Assert the invariant of every row."""
+        used = np.flatnonzero(self.generation_R)
+        assert len(used) == self.num_running
+        assert (self.num_computed_R[used] <= self.num_planned_R[used]).all()
+        assert (self.num_known_R[used] <= self.num_planned_R[used]).all()
+        assert (self.num_planned_R[used] <= self.limit_R[used]).all()
+        assert (self.num_computed_R[used] <= self.num_blocks_R[used] * self.block_size).all()
+        assert len(np.unique(self.generation_R[used])) == len(used)
