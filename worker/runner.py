@@ -1,0 +1,66 @@
+"""One step on the device: rows in, rows and sampled tokens out."""
+
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.reference_rows import advance_rows, gather_contexts, gather_rows
+from worker.batch import StepBatch
+from worker.rows import RowState
+
+
+class Model(Protocol):
+    """What a step needs of a model. `allocate` is called once, before the first step."""
+
+    vocab_size: int
+    max_model_len: int
+    kv_bytes_per_token: int
+
+    def allocate(self, num_blocks: int, block_size: int, max_tokens: int, max_samples: int) -> None:
+        """KV pool (one scratch block more than num_blocks) and activation buffers."""
+
+    def logits(self, batch: StepBatch) -> Tensor:
+        """float32 [N, vocabulary] after the tokens of batch.sample_index_N; KV of all tokens is written."""
+
+
+class StepRunner:
+    """Runs steps over one row state. The sampled tokens stay on the device and are the next step's input there."""
+
+    def __init__(self, model: Model, ops: ModuleType, rows: RowState, block_size: int, sampled_vocab: int):
+        self.model = model
+        self.ops = ops
+        self.rows = rows
+        self.block_size = block_size
+        self.sampled_vocab = sampled_vocab
+        self.sampled_N = torch.zeros(rows.num_rows, dtype=torch.int32, device=rows.length_R.device)
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> Tensor:
+        """The step's sampled tokens, int32 [N]; valid until the next step."""
+        self._gather(batch)
+        logits_NV = self.model.logits(batch)
+        sampled_N = self.sampled_N[: len(batch.sample_rows_N)]
+        self._sample(batch, logits_NV, sampled_N)
+        rows = self.rows
+        advance_rows(batch.rows_S, batch.context_lens_S, batch.sample_rows_N, sampled_N, rows.length_R, rows.last_token_R)
+        return sampled_N
+
+    def _gather(self, batch: StepBatch) -> None:
+        rows = self.rows
+        gather_rows(
+            batch.rows_T, batch.known_tokens_T, batch.offsets_T,
+            rows.last_token_R, rows.length_R, rows.prompt_len_R, rows.block_table_RB, self.block_size,
+            batch.token_ids_T, batch.positions_T, batch.slots_T, batch.prompt_lens_T,
+        )  # fmt: skip
+        gather_contexts(batch.rows_S, batch.counts_S, rows.length_R, batch.context_lens_S)
+
+    def _sample(self, batch: StepBatch, logits_NV: Tensor, sampled_N: Tensor) -> None:
+        """Noise is keyed by the new token's position, so a step's neighbours and its place in a batch change nothing."""
+        rows, sample_rows_N = self.rows, batch.sample_rows_N
+        position_N = batch.positions_T[batch.sample_index_N] + 1
+        self.ops.sample(
+            logits_NV, rows.temperature_R[sample_rows_N], rows.top_k_R[sample_rows_N], rows.top_p_R[sample_rows_N],
+            rows.min_p_R[sample_rows_N], rows.seed_R[sample_rows_N], position_N, self.sampled_vocab, sampled_N,
+        )  # fmt: skip
