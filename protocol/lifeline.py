@@ -75,22 +75,18 @@ def run_child(main: Callable[[EngineConfig, Lifeline], None]) -> None:
     """
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {main.__module__.split('.')[0]}: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor's to handle
-    config, lifeline = load_config(sys.argv[1]), Lifeline(int(sys.argv[2]))
+    lifeline = Lifeline(int(sys.argv[2]))
     try:
-        main(config, lifeline)
-    except (ValueError, OSError) as error:
-        lifeline.send(Failed(" ".join(str(error).split()), 2))
-        log_traceback()
-        sys.exit(2)
+        main(load_config(sys.argv[1]), lifeline)
     except Exception as error:
-        traceback.print_exc()
-        lifeline.send(Failed(f"{type(error).__name__}: {' '.join(str(error).split())}", 1))
-        sys.exit(1)
-
-
-def log_traceback() -> None:
-    """The traceback of an error that the user sees as one line, for those who ask for it."""
-    logging.getLogger(__name__).debug("", exc_info=True)
+        if lifeline.is_cut():
+            sys.exit(0)  # the engine is stopping, and another process has removed the run directory already
+        is_users_fault = isinstance(error, ValueError | OSError)
+        if not is_users_fault:
+            traceback.print_exc()
+        reason = " ".join(str(error).split())
+        lifeline.send(Failed(reason if is_users_fault else f"{type(error).__name__}: {reason}", 2 if is_users_fault else 1))
+        sys.exit(2 if is_users_fault else 1)
 
 
 def die_with_supervisor() -> None:
