@@ -1,0 +1,107 @@
+"""What a door checks before a request reaches the scheduler. Every refusal is a ValueError whose text is meant for the client."""
+
+import asyncio
+import random
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from frontend.tokenizer import ModelTokenizer
+from protocol.messages import ChatMessage, Generate
+from protocol.sampling import RowSampling, SamplingParams, check_sampling, row_sampling
+
+# No model's ids stand for more characters on average, save in runs of blanks; longer texts are refused before they cost time.
+MAX_CHARS_PER_TOKEN = 64
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """The scheduler's, from SchedulerReady."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+class Admitted(msgspec.Struct, frozen=True):
+    """A checked request, with everything resolved that a client may leave open."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    end_ids: frozenset[int]
+    stops: list[str]
+    sampling: RowSampling
+
+
+class Admission:
+    """Checks and resolves requests. Text is rendered and tokenised in `threads`, so that streams go on meanwhile."""
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer | None,
+        model_end_ids: frozenset[int],
+        limits: Limits,
+        threads: ThreadPoolExecutor,
+        seed: int | None,
+    ):
+        self.tokenizer = tokenizer
+        self.model_end_ids = model_end_ids
+        self.limits = limits
+        self.threads = threads
+        self.random = secrets.SystemRandom() if seed is None else random.Random(seed)
+
+    def needs_text(self, request: Generate) -> bool:
+        """Whether `prompt_ids_of_text` must run before `admit`. Raises ValueError unless there is exactly one prompt."""
+        given = [name for name in ("prompt", "prompt_ids", "messages") if getattr(request, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of prompt, prompt_ids and messages, got {' and '.join(given) or 'none'}")
+        return request.prompt_ids is None
+
+    async def prompt_ids_of_text(self, request: Generate) -> list[int]:
+        """The ids of the request's prompt or messages."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer; send prompt_ids")
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.threads, self._tokenize, request.prompt, request.messages)
+
+    def admit(self, prompt_ids: list[int], params: SamplingParams) -> Admitted:
+        """Check ids and parameters against the limits and resolve the rest."""
+        check_sampling(params, self.limits.vocab_size)
+        self._check_prompt(prompt_ids)
+        room = self.limits.max_model_len - len(prompt_ids)
+        return Admitted(
+            prompt_ids=prompt_ids,
+            max_tokens=min(room, params.max_tokens or room),
+            end_ids=self._end_ids(params),
+            stops=params.stop_strings,
+            sampling=row_sampling(params, self.random.getrandbits(64) - 2**63),
+        )
+
+    def _tokenize(self, prompt: str | None, messages: list[ChatMessage] | None) -> list[int]:
+        if messages is None:
+            self._check_size("prompt", len(prompt))
+            return self.tokenizer.encode(prompt)
+        self._check_size("messages", sum(len(message.content) for message in messages))
+        text = self.tokenizer.render([msgspec.to_builtins(message) for message in messages])
+        self._check_size("messages, as the chat template renders them,", len(text))
+        return self.tokenizer.encode(text)
+
+    def _check_size(self, what: str, num_chars: int) -> None:
+        most = self.limits.max_model_len * MAX_CHARS_PER_TOKEN
+        if num_chars > most:
+            raise ValueError(f"{what} may have at most {most} characters, got {num_chars}")
+
+    def _check_prompt(self, prompt_ids: list[int]) -> None:
+        limit = self.limits.max_model_len
+        if not prompt_ids:
+            raise ValueError("the prompt is empty")
+        if len(prompt_ids) >= limit:
+            raise ValueError(f"the prompt has {len(prompt_ids)} tokens, which leaves no room in the context length of {limit}")
+        for token in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token < self.limits.vocab_size:
+                raise ValueError(f"prompt_ids must hold ids between 0 and {self.limits.vocab_size - 1}, got {token}")
+
+    def _end_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The model's own, unless ignored, and the client's. A stop string that names a special token, which has no text, stops too."""
+        special_ids = {} if self.tokenizer is None else self.tokenizer.special_ids
+        by_text = {special_ids[stop] for stop in params.stop_strings if stop in special_ids}
+        return frozenset(params.stop_token_ids or ()) | by_text | (frozenset() if params.ignore_eos else self.model_end_ids)

@@ -1,0 +1,117 @@
+"""The frontend's side of the scheduler: requests out, tokens in, each to its own listener. Doors are thin over it."""
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from frontend.admission import Admitted
+from frontend.pump import Pump
+from frontend.request import Failure, Listener, OpenRequest
+from frontend.tokenizer import ModelTokenizer
+from protocol.messages import AbortRequests, AddRequest, GetStats, Refused, Stats, TokenBatch, pack, unpack
+from protocol.transport import Endpoint
+
+
+class EngineClient:
+    """Submits admitted requests and hears of them.
+
+    A listener is called from the event loop, once for all that arrived together, until its delta has a finish_reason or it got a
+    Failure. It must not call back. Invariant: `open` holds exactly the requests whose listener has not heard its last word.
+    """
+
+    def __init__(self, endpoint: Endpoint, tokenizer: ModelTokenizer | None):
+        self.endpoint = endpoint
+        self.tokenizer = tokenizer
+        self.open: dict[int, OpenRequest] = {}
+        self.handles = itertools.count(1)
+        self.next_stats: asyncio.Future[Stats] | None = None
+        self.pump = Pump(endpoint.socket, self._receive)
+
+    def submit(self, request: Admitted, listener: Listener) -> int:
+        """Hand a request to the scheduler; returns its handle, for `abort`. Raises zmq.Again when the scheduler is far behind."""
+        handle = next(self.handles)
+        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(request.prompt_ids)
+        self._send(
+            AddRequest(
+                handle=handle,
+                prompt=pack(request.prompt_ids),
+                generated=b"",
+                max_tokens=request.max_tokens,
+                end_ids=sorted(request.end_ids),
+                sampling=request.sampling,
+            )
+        )
+        self.open[handle] = OpenRequest(len(request.prompt_ids), request.end_ids, detokenizer, request.stops, listener)
+        return handle
+
+    def abort(self, handles: Iterable[int]) -> None:
+        """End requests early; their listeners get a last delta, reason "abort". Unknown handles are harmless."""
+        known = [handle for handle in handles if handle in self.open]
+        for handle in known:
+            self._close(handle, "abort")
+        if known:
+            self._send(AbortRequests(known))
+
+    async def stats(self) -> Stats:
+        """A snapshot of the scheduler; callers that wait at the same time share one."""
+        if self.next_stats is None:
+            self.next_stats = asyncio.get_running_loop().create_future()
+            self._send(GetStats())
+        return await asyncio.shield(self.next_stats)
+
+    def _send(self, message: AddRequest | AbortRequests | GetStats) -> None:
+        self.endpoint.send(message)
+        self.pump.poke()
+
+    def _receive(self) -> None:
+        """Take everything that has arrived, then tell each request's listener once."""
+        touched: dict[int, OpenRequest] = {}
+        finished: dict[int, str] = {}
+        for message in self.endpoint.drain():
+            match message:
+                case TokenBatch():
+                    self._take_tokens(message, touched)
+                    finished.update((last.handle, last.reason) for last in message.finished)
+                case Refused(handle, code, text):
+                    self._fail(handle, Failure(code, text))
+                case Stats():
+                    self._take_stats(message)
+        for handle, reason in finished.items():
+            touched.pop(handle, None)
+            if handle in self.open:
+                self._close(handle, reason)
+        self._tell(touched)
+
+    def _take_tokens(self, batch: TokenBatch, touched: dict[int, OpenRequest]) -> None:
+        handles = np.frombuffer(batch.handles, dtype="<i8").tolist()
+        for handle, token in zip(handles, unpack(batch.tokens).tolist(), strict=True):
+            request = self.open.get(handle)
+            if request is not None:  # else it was aborted while the token was on its way
+                request.accept(token)
+                touched[handle] = request
+
+    def _tell(self, touched: dict[int, OpenRequest]) -> None:
+        stopped = [handle for handle, request in touched.items() if request.finish_reason is not None]
+        for handle in stopped:
+            del self.open[handle]
+        if stopped:  # by a stop string, of which the scheduler knows nothing
+            self._send(AbortRequests(stopped))
+        for request in touched.values():
+            request.listener(request.take_delta())
+
+    def _take_stats(self, stats: Stats) -> None:
+        if self.next_stats is not None:
+            self.next_stats.set_result(stats)
+            self.next_stats = None
+
+    def _close(self, handle: int, reason: str) -> None:
+        request = self.open.pop(handle)
+        request.finish(reason)
+        request.listener(request.take_delta())
+
+    def _fail(self, handle: int, failure: Failure) -> None:
+        request = self.open.pop(handle, None)
+        if request is not None:
+            request.listener(failure)

@@ -1,0 +1,80 @@
+"""One open request: from the scheduler's tokens to the text that its client sees."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from frontend.detokenizer import Detokenizer
+from frontend.stops import StopStrings
+from protocol.messages import FinishReason, Usage
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What is new for a request. The last one has a `finish_reason` and the usage."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """The request ends without a result."""
+
+    code: int  # as an HTTP status
+    message: str
+
+
+Listener = Callable[[Delta | Failure], None]
+
+
+class OpenRequest:
+    """The state of one request between its admission and its last delta.
+
+    `text` and `token_ids` gather what `take_delta` hands out next. Ids that end the output are delivered but are no part of its text.
+    """
+
+    def __init__(
+        self, num_prompt: int, end_ids: frozenset[int], detokenizer: Detokenizer | None, stops: list[str], listener: Listener
+    ):
+        self.num_prompt = num_prompt
+        self.end_ids = end_ids
+        self.detokenizer = detokenizer
+        self.stops = StopStrings(stops)
+        self.listener = listener
+        self.num_generated = 0
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+
+    def accept(self, token: int) -> None:
+        """Take the next token. A stop string in its text sets `finish_reason`; tokens after that are dropped."""
+        if self.finish_reason is not None:
+            return
+        self.num_generated += 1
+        self.token_ids.append(token)
+        if self.detokenizer is not None and token not in self.end_ids:
+            self._add_text(self.detokenizer.feed(token))
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the output, unless a stop string has ended it; what was held back is let go."""
+        if self.finish_reason is not None:
+            return
+        if self.detokenizer is not None:
+            self._add_text(self.detokenizer.flush())
+        if self.finish_reason is None:
+            self.text += self.stops.flush()
+            self.finish_reason = reason
+
+    def take_delta(self) -> Delta:
+        """What came since the last call."""
+        usage = None if self.finish_reason is None else Usage(self.num_prompt, self.num_generated)
+        delta = Delta(self.text, self.token_ids, self.finish_reason, usage)
+        self.text, self.token_ids = "", []
+        return delta
+
+    def _add_text(self, text: str) -> None:
+        text, stopped = self.stops.feed(text)
+        self.text += text
+        if stopped:
+            self.finish_reason = "stop"

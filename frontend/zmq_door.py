@@ -1,0 +1,249 @@
+"""The ZMQ API: client messages in, outputs back, over one ROUTER socket."""
+
+import asyncio
+import functools
+import logging
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+
+from frontend.admission import Admission
+from frontend.engine import EngineClient
+from frontend.outbox import MAX_BACKLOG, Outbox
+from frontend.pump import Pump
+from frontend.request import Delta, Failure
+from protocol.address import DOOR_VERSION, MAX_DOOR_BYTES
+from protocol.messages import Cancel, Error, Generate, GetInfo, Info, KeepAlive, Output, Usage, decode_from_client
+from protocol.sampling import SamplingParams
+from protocol.transport import DECODE_ERRORS
+
+log = logging.getLogger(__name__)
+
+CLIENT_HIGH_WATER_MARK = 1000  # messages queued in the socket for one client, each way
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
+HANDSHAKE_MS = 2000
+KEEP_ALIVE_SECONDS = 0.4  # a client that left without a word is noticed at the next send
+STATS_SECONDS = 2.0
+MAX_TOKENIZING = 1024  # texts waiting for the tokenizer; each may be as long as a frame
+
+
+def open_door(context: zmq.Context) -> zmq.Socket:
+    """The ROUTER socket with the limits that strangers are held to; to be bound by `protocol.transport.bind`."""
+    socket = context.socket(zmq.ROUTER)
+    socket.linger = 0
+    socket.router_mandatory = 1  # a send to a client that left raises
+    socket.sndhwm = socket.rcvhwm = CLIENT_HIGH_WATER_MARK
+    socket.maxmsgsize = MAX_DOOR_BYTES
+    socket.handshake_ivl = HANDSHAKE_MS
+    socket.heartbeat_ivl = HEARTBEAT_MS
+    socket.heartbeat_timeout = socket.heartbeat_ttl = HEARTBEAT_TIMEOUT_MS
+    socket.ipv6 = 0
+    socket.backlog = 512
+    return socket
+
+
+@dataclass(eq=False)
+class ClientRequest:
+    """A request of one client, until its last message."""
+
+    identity: bytes
+    request_id: int
+    stream: bool
+    handle: int | None = None  # None while its text is being tokenised
+    tokenizing: asyncio.Task[None] | None = None
+    seq: int = 0
+    text: str = ""  # gathered, when the client wants it all at once
+    token_ids: list[int] = field(default_factory=list)
+    verdict: Error | None = None  # its last message, when the door ends it
+
+
+class ZmqDoor:
+    """Serves clients of the ROUTER socket. Invariant: `clients` holds, per identity, exactly its requests without a last message."""
+
+    def __init__(self, socket: zmq.Socket, engine: EngineClient, admission: Admission, model_name: str):
+        self.engine = engine
+        self.admission = admission
+        self.model_name = model_name
+        self.socket = socket
+        self.pump = Pump(socket, self._receive)
+        self.outbox = Outbox(socket, self.pump.poke, self._client_gone, self._client_slow)
+        self.clients: dict[bytes, dict[int, ClientRequest]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.num_tokenizing = 0
+        self.num_malformed = 0
+
+    def start(self) -> None:
+        """Serve, in the running loop."""
+        self.pump.start()
+        self._keep_alive()
+
+    def close(self, reason: str) -> None:
+        """Take no more messages and end every open request with an error 503."""
+        self.pump.stop()
+        for task in self.tasks:
+            task.cancel()
+        for request in self._open_requests():
+            self._end(request, Error(request.request_id, 503, reason))
+
+    # ---- messages in ----------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take_frames(frames)
+
+    def _take_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or frames[1] != DOOR_VERSION:
+            self._malformed(frames[0], None, f"a message is two frames, the first {DOOR_VERSION!r}")
+            return
+        identity, _version, payload = frames
+        try:
+            message = decode_from_client(payload)
+        except DECODE_ERRORS as error:
+            self._malformed(identity, _find_request_id(payload), str(error))
+            return
+        match message:
+            case Generate():
+                self._generate(identity, message)
+            case Cancel():
+                self._cancel(identity, message.request_id)
+            case GetInfo():
+                self._start(self._answer_info(identity))
+
+    def _malformed(self, identity: bytes, request_id: int | None, reason: str) -> None:
+        self.num_malformed += 1
+        if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, …: a flood must not fill the disk
+            log.warning("malformed client message (%d so far): %s", self.num_malformed, reason)
+        self.outbox.send(identity, Error(request_id, 400, reason))
+
+    def _generate(self, identity: bytes, message: Generate) -> None:
+        requests = self.clients.setdefault(identity, {})
+        if message.request_id in requests:
+            self.outbox.send(identity, Error(message.request_id, 409, f"request_id {message.request_id} is in use"))
+            return
+        request = requests[message.request_id] = ClientRequest(identity, message.request_id, message.stream)
+        try:
+            if not self.admission.needs_text(message):
+                self._submit(request, message.prompt_ids, message.sampling)
+            elif self.num_tokenizing < MAX_TOKENIZING:
+                request.tokenizing = self._start(self._tokenize_and_submit(request, message))
+            else:
+                self._end(request, Error(request.request_id, 503, f"{MAX_TOKENIZING} texts are waiting for the tokenizer"))
+        except ValueError as error:
+            self._end(request, Error(request.request_id, 400, str(error)))
+
+    async def _tokenize_and_submit(self, request: ClientRequest, message: Generate) -> None:
+        self.num_tokenizing += 1
+        try:
+            prompt_ids = await self.admission.prompt_ids_of_text(message)
+            self._submit(request, prompt_ids, message.sampling)
+        except ValueError as error:
+            self._end(request, Error(request.request_id, 400, str(error)))
+        finally:
+            self.num_tokenizing -= 1
+
+    def _submit(self, request: ClientRequest, prompt_ids: list[int], sampling: SamplingParams) -> None:
+        admitted = self.admission.admit(prompt_ids, sampling)
+        try:
+            request.handle = self.engine.submit(admitted, functools.partial(self._on_news, request))
+        except zmq.Again:
+            self._end(request, Error(request.request_id, 503, "the scheduler is far behind"))
+
+    def _cancel(self, identity: bytes, request_id: int) -> None:
+        request = self.clients.get(identity, {}).get(request_id)
+        if request is not None:
+            self._abort([request])
+
+    async def _answer_info(self, identity: bytes) -> None:
+        limits = self.admission.limits
+        try:
+            stats = msgspec.structs.asdict(await asyncio.wait_for(self.engine.stats(), STATS_SECONDS))
+        except TimeoutError:
+            self.outbox.send(identity, Error(None, 503, f"the scheduler has not answered for {STATS_SECONDS} s"))
+            return
+        stats["open_requests"] = sum(map(len, self.clients.values()))
+        stats["num_malformed_client"] = self.num_malformed
+        self.outbox.send(identity, Info(self.model_name, limits.max_model_len, limits.vocab_size, stats))
+
+    # ---- messages out ---------------------------------------------------------------------------------------------
+
+    def _on_news(self, request: ClientRequest, news: Delta | Failure) -> None:
+        if isinstance(news, Failure):
+            self._end(request, Error(request.request_id, news.code, news.message))
+            return
+        if not request.stream:
+            request.text += news.text
+            request.token_ids += news.token_ids
+            if news.finish_reason is None:
+                return
+            news = msgspec.structs.replace(news, text=request.text, token_ids=request.token_ids)
+        output = Output(request.request_id, request.seq, news.text, news.token_ids, news.finish_reason, news.usage)
+        request.seq += 1
+        if news.finish_reason is None:
+            self.outbox.send(request.identity, output)
+        else:
+            self._end(request, request.verdict or output)
+
+    def _end(self, request: ClientRequest, last: Output | Error) -> None:
+        requests = self.clients[request.identity]
+        del requests[request.request_id]
+        if not requests:
+            del self.clients[request.identity]
+        self.outbox.send(request.identity, last)
+
+    def _keep_alive(self) -> None:
+        for identity in list(self.clients):
+            if not self.outbox.has_backlog(identity):
+                self.outbox.send(identity, KeepAlive())
+        asyncio.get_running_loop().call_later(KEEP_ALIVE_SECONDS, self._keep_alive)
+
+    # ---- requests ended early -------------------------------------------------------------------------------------
+
+    def _abort(self, requests: list[ClientRequest]) -> None:
+        for request in requests:
+            if request.handle is None:
+                request.tokenizing.cancel()
+                self._end(request, request.verdict or Output(request.request_id, 0, "", [], "abort", Usage(0, 0)))
+        self.engine.abort([request.handle for request in requests if request.handle is not None])
+
+    def _client_gone(self, identity: bytes) -> None:
+        requests = list(self.clients.get(identity, {}).values())
+        if requests:
+            log.info("a client left; %d requests end", len(requests))
+            self._abort(requests)
+
+    def _client_slow(self, identity: bytes) -> None:
+        requests = list(self.clients.get(identity, {}).values())
+        if requests:
+            log.warning("a client does not read; %d requests end", len(requests))
+            for request in requests:
+                request.verdict = Error(request.request_id, 503, f"this client is {MAX_BACKLOG} messages behind")
+            self._abort(requests)
+
+    def _open_requests(self) -> list[ClientRequest]:
+        return [request for requests in self.clients.values() for request in requests.values()]
+
+    def _start(self, work) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)  # the loop itself keeps a weak reference only
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled():
+            task.result()  # raises what nobody foresaw, for the loop's exception handler
+
+
+def _find_request_id(payload: bytes) -> int | None:
+    """The request_id of a message that is not well-formed otherwise."""
+    try:
+        content = msgspec.msgpack.decode(payload)
+    except DECODE_ERRORS:
+        return None
+    request_id = content.get("request_id") if isinstance(content, dict) else None
+    return request_id if type(request_id) is int else None
