@@ -22,6 +22,7 @@ from worker.batch import PersistentBatch
 from worker.checksum import ChecksumModel
 from worker.rows import RowState
 from worker.runner import StepRunner
+from worker.staging import HostStaging
 
 GREEDY = RowSampling()
 
@@ -34,7 +35,7 @@ class SimulatedWorker:
         model.allocate(limits.num_blocks, limits.block_size, max_tokens, limits.num_rows)
         max_blocks = -(-model.max_model_len // limits.block_size)
         self.rows = RowState(limits.num_rows, max_blocks, limits.num_blocks, torch.device("cpu"))
-        self.batch = PersistentBatch(self.rows, max_tokens)
+        self.batch = PersistentBatch(self.rows, max_tokens, HostStaging())
         self.runner = StepRunner(model, reference, self.rows, limits.block_size, model.vocab_size)
         self.num_tokens_run = 0
 

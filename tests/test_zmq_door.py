@@ -183,6 +183,24 @@ def test_text_is_whole_and_ends_where_it_should(texts, prompt, sampling, text, s
         assert "".join(output.text for output in raw.outputs(1)) == text
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_ids_own_text_is_left_out_and_nothing_before_it(texts, stream):
+    (dot,) = tiny_tokenizers.byte_level().encode(".").ids
+    with RawClient(texts.address) as raw:
+        raw.send(Generate(1, prompt="One. Two.", sampling=SamplingParams(stop_token_ids=[dot]), stream=stream))
+        outputs = raw.outputs(1)
+    assert "".join(output.text for output in outputs) == "One"
+    assert outputs[-1].token_ids[-1] == dot and outputs[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_incomplete_last_character_is_let_go_at_the_end(texts, stream):
+    ids = tiny_tokenizers.byte_level().encode("ok 龍").ids
+    with RawClient(texts.address) as raw:
+        raw.send(Generate(1, prompt_ids=ids[:-1], stream=stream))
+        assert "".join(output.text for output in raw.outputs(1)) == "ok \ufffd"
+
+
 def test_the_scheduler_learns_the_tokenizers_size(texts, frontend):
     assert texts.scheduler.tokenizer_size == tiny_tokenizers.byte_level().get_vocab_size()
     assert frontend.scheduler.tokenizer_size == 0
@@ -247,7 +265,8 @@ def random_garbage(rng: random.Random) -> list[bytes]:
     good = encode(Generate(1, prompt_ids=[1, 2, 3]))
     flipped = bytearray(good)
     flipped[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
-    payload = rng.choice([b"", rng.randbytes(rng.randint(1, 40)), bytes(flipped), good + b"\0", b"\x91" * 200_000, b"\xdf\xff\xff\xff\xff"])
+    nested, long = b"\x91" * 200_000, b"\xdf\xff\xff\xff\xff"
+    payload = rng.choice([b"", rng.randbytes(rng.randint(1, 40)), bytes(flipped), good + b"\0", nested, long])
     shapes = [[payload], [VERSION, payload], [b"\x02", payload], [VERSION, payload, payload], [b""], [VERSION], [b"x"] * 50]
     return rng.choice(shapes)
 
@@ -320,6 +339,20 @@ def test_a_client_that_does_not_read_is_ended_and_told_and_others_are_served(fro
         reasons = {message.code if isinstance(message, Error) else message.finish_reason for message in last.values()}
         assert reasons <= {503, "length"} and 503 in reasons
     assert wait_until(lambda: not frontend.scheduler.running)
+
+
+def test_a_client_of_many_streams_that_reads_is_never_taken_for_slow(client):
+    count = 3000  # each step is more messages than the socket's queue and the backlog hold together
+    for request_id in range(count):
+        client.send(Generate(request_id, prompt_ids=[request_id % 900], sampling=SamplingParams(max_tokens=8)))
+    tokens = {request_id: [] for request_id in range(count)}
+    num_open = count
+    while num_open:
+        output = client.receive()
+        assert isinstance(output, Output), output
+        tokens[output.request_id] += output.token_ids
+        num_open -= output.finish_reason is not None
+    assert all(ids == [request_id % 900 + 1 + index for index in range(8)] for request_id, ids in tokens.items())
 
 
 def test_twenty_thousand_requests_without_reading_are_all_answered(frontend, client):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-MORE_TEXT = ["Größe, naïve, Ελλάδα, 日本語の文字, 你好世界, ไทย, 👩‍👩‍👧 🇫🇷 🎉"] * 50
+MORE_TEXT = ["Größe, naïve, Ελλάδα, 日本語の文字, 你好世界, ไทย, 👩‍👩‍👧 🇫🇷 🎉", "1999 2024 1234567 100 000 12 12 123"] * 50
 SPECIAL = ["<s>", "</s>", "<|im_end|>"]
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from protocol.messages import Chunk, StepDelta, unpack
-from worker.rows import RowState
+from worker.rows import RowState, SamplingKind
+from worker.staging import Staging
 
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
@@ -50,6 +51,9 @@ class StepBatch:
 
     block_table_RB: Tensor
     num_results: int
+    longest_query: int  # new tokens of one sequence, at most
+    kind: SamplingKind
+    is_decode: bool  # one token per row and padded to a bucket
 
 
 class StepBuffers:
@@ -67,15 +71,15 @@ class StepBuffers:
         self.by_sample = {name: buffer(max_seqs) for name in _SAMPLE_FIELDS}
         self.query_start_S1 = buffer(max_seqs + 1)
 
-    def view(self, num_tokens: int, num_seqs: int, num_samples: int, num_results: int) -> StepBatch:
-        """The leading part of every buffer."""
+    def view(self, num_tokens: int, num_seqs: int, num_samples: int, **facts: object) -> StepBatch:
+        """The leading part of every buffer, with the host's own facts of the step."""
         return StepBatch(
             **{name: tensor[:num_tokens] for name, tensor in self.by_token.items()},
             **{name: tensor[:num_seqs] for name, tensor in self.by_seq.items()},
             **{name: tensor[:num_samples] for name, tensor in self.by_sample.items()},
             query_start_S1=self.query_start_S1[: num_seqs + 1],
             block_table_RB=self.block_table_RB,
-            num_results=num_results,
+            **facts,
         )
 
 
@@ -87,8 +91,9 @@ _SAMPLE_FIELDS = ("sample_index_N", "sample_rows_N")
 class PersistentBatch:
     """Turns deltas into steps. While the same rows decode on, `apply` returns the same StepBatch without touching it."""
 
-    def __init__(self, rows: RowState, max_tokens: int):
+    def __init__(self, rows: RowState, max_tokens: int, staging: Staging):
         self.rows = rows
+        self.staging = staging
         self.next_step = 0
         self._is_decoding_R = np.zeros(rows.num_rows, dtype=bool)
         self._decode_rows = np.zeros(0, dtype=np.int32)
@@ -101,10 +106,11 @@ class PersistentBatch:
         if delta.step != self.next_step:
             raise RuntimeError(f"step {delta.step} arrived, expected step {self.next_step}: a delta was lost")
         self.next_step += 1
-        for join in delta.joins:
-            self.rows.join(join)
-        for grant in delta.grants:
-            self.rows.grant(grant)
+        self.staging.begin(delta.step)
+        if delta.joins:
+            self.rows.join(delta.joins, self.staging)
+        if delta.grants:
+            self.rows.grant(delta.grants, self.staging)
         if delta.decode_on or delta.decode_off:
             self._change_decoding(delta.decode_on, delta.decode_off)
         if delta.chunks:
@@ -126,13 +132,15 @@ class PersistentBatch:
         rows[:count] = self._decode_rows
         is_real = (np.arange(bucket) < count).astype(np.int32)
         index = np.arange(bucket, dtype=np.int32)
-        batch = self._decode_buffers.view(bucket, bucket, bucket, count)
-        _write(batch.rows_T, rows)
-        _write(batch.rows_S, rows)
-        _write(batch.sample_rows_N, rows)
-        _write(batch.counts_S, is_real)
-        _write(batch.sample_index_N, index)
-        _write(batch.query_start_S1, np.arange(bucket + 1, dtype=np.int32))
+        kind = self._kind(self._decode_rows)
+        batch = self._decode_buffers.view(bucket, bucket, bucket, num_results=count, longest_query=1, kind=kind, is_decode=True)
+        write = self.staging.write
+        write(batch.rows_T, rows)
+        write(batch.rows_S, rows)
+        write(batch.sample_rows_N, rows)
+        write(batch.counts_S, is_real)
+        write(batch.sample_index_N, index)
+        write(batch.query_start_S1, np.arange(bucket + 1, dtype=np.int32))
         batch.known_tokens_T.fill_(FROM_ROW)
         batch.offsets_T.zero_()
         return batch
@@ -146,18 +154,20 @@ class PersistentBatch:
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         samples = np.array([True] * len(decode_rows) + [chunk.samples for chunk in chunks])
         num_tokens, num_samples = int(starts[-1]), int(samples.sum())
-        batch = self._mixed_buffers.view(num_tokens, len(rows), num_samples, num_samples)
-        _write(batch.rows_T, np.repeat(rows, counts))
-        _write(batch.known_tokens_T, np.concatenate([np.full(len(decode_rows), FROM_ROW, dtype=np.int32), *tokens]))
-        _write(batch.offsets_T, np.arange(num_tokens, dtype=np.int32) - np.repeat(starts[:-1], counts))
-        _write(batch.rows_S, rows)
-        _write(batch.counts_S, counts)
-        _write(batch.query_start_S1, starts)
-        _write(batch.sample_index_N, starts[1:][samples] - 1)
-        _write(batch.sample_rows_N, rows[samples])
+        batch = self._mixed_buffers.view(
+            num_tokens, len(rows), num_samples,
+            num_results=num_samples, longest_query=int(counts.max()), kind=self._kind(rows[samples]), is_decode=False,
+        )  # fmt: skip
+        write = self.staging.write
+        write(batch.rows_T, np.repeat(rows, counts))
+        write(batch.known_tokens_T, np.concatenate([np.full(len(decode_rows), FROM_ROW, dtype=np.int32), *tokens]))
+        write(batch.offsets_T, np.arange(num_tokens, dtype=np.int32) - np.repeat(starts[:-1], counts))
+        write(batch.rows_S, rows)
+        write(batch.counts_S, counts)
+        write(batch.query_start_S1, starts)
+        write(batch.sample_index_N, starts[1:][samples] - 1)
+        write(batch.sample_rows_N, rows[samples])
         return batch
 
-
-def _write(target: Tensor, values: np.ndarray) -> None:
-    assert values.dtype == np.int32 and target.shape == values.shape
-    target.copy_(torch.from_numpy(values))
+    def _kind(self, rows: np.ndarray) -> SamplingKind:
+        return SamplingKind(int(self.rows.kind_R[rows].max(initial=SamplingKind.GREEDY)))

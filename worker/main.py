@@ -20,6 +20,7 @@ from worker.loading import load_model
 from worker.results import ResultSender
 from worker.rows import RowState
 from worker.runner import Model, StepRunner
+from worker.staging import HostStaging
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def main(config: EngineConfig, lifeline: Lifeline) -> None:
 
     max_blocks = -(-model.max_model_len // config.block_size)
     rows = RowState(config.max_num_seqs, max_blocks, scratch_block=num_blocks, device=torch.device("cpu"))
-    batch = PersistentBatch(rows, max_tokens)
+    batch = PersistentBatch(rows, max_tokens, HostStaging())
     runner = StepRunner(model, reference, rows, config.block_size, begin.sampled_vocab)
     while True:
         delta = deltas.receive()

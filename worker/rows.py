@@ -1,11 +1,33 @@
 """What the worker knows of each row, on the device: a decode step needs nothing else from the host than which rows take part.
 
-R rows and one scratch row behind them, at which padding points; B blocks of the longest context.
+R rows and one scratch row behind them, at which padding points; B blocks of the longest context; J rows that change.
 """
 
+from enum import IntEnum
+
+import numpy as np
 import torch
+from torch import Tensor
 
 from protocol.messages import BlockGrant, RowJoin, unpack
+from protocol.sampling import RowSampling
+from worker.staging import Staging
+
+
+class SamplingKind(IntEnum):
+    """How much a row's sampling needs; a step needs the most that one of its rows does."""
+
+    GREEDY = 0
+    RANDOM = 1  # temperature alone
+    FILTERED = 2  # top-k, top-p or min-p
+
+
+def sampling_kind(sampling: RowSampling) -> SamplingKind:
+    """The kind of a row with these parameters."""
+    if sampling.temperature == 0:
+        return SamplingKind.GREEDY
+    is_filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return SamplingKind.FILTERED if is_filtered else SamplingKind.RANDOM
 
 
 class RowState:
@@ -15,7 +37,7 @@ class RowState:
         self.num_rows = num_rows
         self.scratch_block = scratch_block
 
-        def column(dtype: torch.dtype) -> torch.Tensor:
+        def column(dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_rows + 1, dtype=dtype, device=device)
 
         self.last_token_R = column(torch.int32)
@@ -27,30 +49,39 @@ class RowState:
         self.min_p_R = column(torch.float32)
         self.seed_R = column(torch.int64)
         self.block_table_RB = torch.full((num_rows + 1, max_blocks), scratch_block, dtype=torch.int32, device=device)
+        self.kind_R = np.zeros(num_rows + 1, dtype=np.int8)  # SamplingKind, on the host
 
     @property
     def scratch_row(self) -> int:
         return self.num_rows
 
-    def join(self, message: RowJoin) -> None:
-        """Reset a row for its new owner."""
-        row, sampling = message.row, message.sampling
-        assert 0 <= row < self.num_rows, f"row {row} of {self.num_rows}"
-        self.last_token_R[row] = 0
-        self.length_R[row] = message.num_computed
-        self.prompt_len_R[row] = message.prompt_len
-        self.temperature_R[row] = sampling.temperature
-        self.top_k_R[row] = sampling.top_k
-        self.top_p_R[row] = sampling.top_p
-        self.min_p_R[row] = sampling.min_p
-        self.seed_R[row] = sampling.seed
-        self.block_table_RB[row] = self.scratch_block
-        self._append(row, 0, message.blocks)
+    def join(self, joins: list[RowJoin], staging: Staging) -> None:
+        """Reset rows for their new owners: every column is written, so that nothing of the last owner stays."""
+        samplings = [join.sampling for join in joins]
+        assert all(0 <= join.row < self.num_rows for join in joins)
+        rows_J = staging.put(np.array([join.row for join in joins], dtype=np.int32))
 
-    def grant(self, message: BlockGrant) -> None:
-        """Lengthen a row's block table."""
-        self._append(message.row, message.held, message.blocks)
+        def reset(column_R: Tensor, values: list, dtype: type) -> None:
+            column_R[rows_J] = staging.put(np.array(values, dtype=dtype))
 
-    def _append(self, row: int, held: int, blocks: bytes) -> None:
-        ids = torch.from_numpy(unpack(blocks).copy())
-        self.block_table_RB[row, held : held + len(ids)] = ids
+        self.last_token_R[rows_J] = 0
+        reset(self.length_R, [join.num_computed for join in joins], np.int32)
+        reset(self.prompt_len_R, [join.prompt_len for join in joins], np.int32)
+        reset(self.temperature_R, [sampling.temperature for sampling in samplings], np.float32)
+        reset(self.top_k_R, [sampling.top_k for sampling in samplings], np.int32)
+        reset(self.top_p_R, [sampling.top_p for sampling in samplings], np.float32)
+        reset(self.min_p_R, [sampling.min_p for sampling in samplings], np.float32)
+        reset(self.seed_R, [sampling.seed for sampling in samplings], np.int64)
+        self.kind_R[[join.row for join in joins]] = [sampling_kind(sampling) for sampling in samplings]
+        self.block_table_RB[rows_J] = self.scratch_block
+        self._append([(join.row, 0, join.blocks) for join in joins], staging)
+
+    def grant(self, grants: list[BlockGrant], staging: Staging) -> None:
+        """Lengthen block tables."""
+        self._append([(grant.row, grant.held, grant.blocks) for grant in grants], staging)
+
+    def _append(self, additions: list[tuple[int, int, bytes]], staging: Staging) -> None:
+        blocks = [unpack(data) for _, _, data in additions]
+        rows = np.repeat(np.array([row for row, _, _ in additions], dtype=np.int32), [len(ids) for ids in blocks])
+        places = np.concatenate([held + np.arange(len(ids), dtype=np.int32) for (_, held, _), ids in zip(additions, blocks)])
+        self.block_table_RB[staging.put(rows), staging.put(places.astype(np.int32))] = staging.put(np.concatenate(blocks))

@@ -1,0 +1,72 @@
+"""Host values on their way to the device, without ever waiting for it."""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Staging(Protocol):
+    """Where a step's host values pass through. `begin` is called once per step, before the others."""
+
+    def begin(self, step: int) -> None:
+        """Make room for the values of a step; those of `depth` steps ago have long been copied."""
+
+    def put(self, values: np.ndarray) -> Tensor:
+        """The values (4 or 8 bytes each) as a new tensor on the device."""
+
+    def write(self, target: Tensor, values: np.ndarray) -> None:
+        """Copy the values into a static tensor of their shape."""
+
+
+class HostStaging:
+    """For a worker whose device is the CPU: plain copies."""
+
+    def begin(self, step: int) -> None:
+        """Nothing to make room for."""
+
+    def put(self, values: np.ndarray) -> Tensor:
+        """A tensor over the same memory."""
+        return torch.from_numpy(values)
+
+    def write(self, target: Tensor, values: np.ndarray) -> None:
+        """A plain copy."""
+        assert target.shape == values.shape
+        target.copy_(torch.from_numpy(values))
+
+
+class PinnedStaging:
+    """A ring of pinned buffers. The scheduler has at most `depth` steps unconfirmed, so the copies out of a buffer are done when its
+    turn comes again: asserted by an event, not waited for."""
+
+    def __init__(self, device: torch.device, depth: int, step_bytes: int):
+        self.device = device
+        self.ring = [torch.zeros(step_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(depth + 1)]
+        self.views = [buffer.numpy() for buffer in self.ring]
+        self.copied = [torch.cuda.Event() for _ in self.ring]
+        self.slot = 0
+        self.used = 0
+
+    def begin(self, step: int) -> None:
+        """Take the next buffer of the ring."""
+        self.copied[self.slot].record()
+        self.slot = step % len(self.ring)
+        assert self.copied[self.slot].query(), "a staging buffer is still being copied from"
+        self.used = 0
+
+    def put(self, values: np.ndarray) -> Tensor:
+        """An asynchronous copy into new device memory."""
+        return self._pinned(values).to(self.device, non_blocking=True)
+
+    def write(self, target: Tensor, values: np.ndarray) -> None:
+        """An asynchronous copy into a static tensor."""
+        assert target.shape == values.shape
+        target.copy_(self._pinned(values), non_blocking=True)
+
+    def _pinned(self, values: np.ndarray) -> Tensor:
+        begin = -(-self.used // 8) * 8  # aligned for any type
+        self.used = begin + values.nbytes
+        assert self.used <= len(self.ring[0]), f"a step stages more than {len(self.ring[0])} bytes"
+        self.views[self.slot][begin : self.used] = values.reshape(-1).view(np.uint8)
+        return self.ring[self.slot][begin : self.used].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
