@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	@folder=$$(mktemp -d) && address=ipc://$$folder/demo.sock && \
 	{ $(PY) launch.py --model $(MODEL) --zmq-listen $$address & } && engine=$$! && \
 	trap 'kill $$engine 2>/dev/null' INT TERM && \
-	$(PY) -m frontend.client --address $$address --timeout 300 --chat --temperature 0 "$(QUESTION)"; answered=$$?; \
+	$(PY) -m frontend.client --address $$address --connect-timeout 300 --chat --temperature 0 "$(QUESTION)"; answered=$$?; \
 	kill $$engine 2>/dev/null; wait $$engine; stopped=$$?; rm -r "$$folder"; \
 	exit $$(( answered > stopped ? answered : stopped ))
 

@@ -101,7 +101,10 @@ class Admission:
                 raise ValueError(f"prompt_ids must hold ids between 0 and {self.limits.vocab_size - 1}, got {token}")
 
     def _end_ids(self, params: SamplingParams) -> frozenset[int]:
-        """The model's own, unless ignored, and the client's. A stop string that names a special token, which has no text, stops too."""
+        """The model's own, unless ignored, and the client's.
+
+        A stop string that spells a special token stops at its id: that token has no text.
+        """
         special_ids = {} if self.tokenizer is None else self.tokenizer.special_ids
         by_text = {special_ids[stop] for stop in params.stop_strings if stop in special_ids}
         return frozenset(params.stop_token_ids or ()) | by_text | (frozenset() if params.ignore_eos else self.model_end_ids)

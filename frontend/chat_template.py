@@ -19,7 +19,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str]):
         self.special_tokens = special_tokens  # bos_token, eos_token, …
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         try:
@@ -28,7 +30,10 @@ class ChatTemplate:
             raise ValueError(f"the chat template is damaged: {error}") from None
 
     def render(self, messages: list[dict[str, str]]) -> str:
-        """The conversation as the model reads it, up to where the assistant begins. Raises ValueError with the template's reason."""
+        """The conversation as the model reads it, up to where the assistant begins.
+
+        Raises ValueError with the template's reason.
+        """
         try:
             return self.template.render(messages=messages, add_generation_prompt=True, **self.special_tokens)
         except RENDER_ERRORS as error:

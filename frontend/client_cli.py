@@ -21,7 +21,7 @@ def run(make_client: Callable[..., object], arguments: list[str] | None = None) 
     options = _parser().parse_args(arguments)
     show = _show_json if options.json else _show_text
     try:
-        with make_client(options.address, timeout=options.timeout) as client:
+        with make_client(options.address, options.timeout, options.connect_timeout) as client:
             return _answer(client, options, show)
     except EngineError as error:
         return _fail(options, error.code, error.message)
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-stream", action="store_true", help="the whole answer at once")
     parser.add_argument("--address", help="ipc:// address of the engine (default: this user's)")
     parser.add_argument("--timeout", type=float, help="seconds to wait for each reply (default: no limit)")
+    parser.add_argument("--connect-timeout", type=float, default=5, help="seconds to wait for an engine that serves (default: 5)")
     parser.add_argument("--max-tokens", type=int, help="default: as many as the context has room for")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: 1)")
     parser.add_argument("--top-k", type=int, help="0 or -1: off (default)")

@@ -6,8 +6,8 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"  # how decoders show bytes that are no character, or not yet
 
-# Visible prompt ids that the first output ids are decoded with. One would do for a space, but up to three may have to be left out at
-# either end, where a character is cut.
+# Visible prompt ids that the first output ids are decoded with. One would do for a space, but up to three may have to be left out
+# at either end, where a character is cut.
 NUM_PRIMED = 8
 MAX_CUT = 3
 # Output ids held back while the text ends in REPLACEMENT; a character needs four at most, the rest is garbage.

@@ -13,6 +13,8 @@ from frontend.tokenizer import ModelTokenizer
 from protocol.messages import AbortRequests, AddRequest, GetStats, Refused, Stats, TokenBatch, pack, unpack
 from protocol.transport import Endpoint
 
+MAX_MESSAGES_PER_TURN = 64  # steps, when this process is that far behind; then clients have their turn
+
 
 class EngineClient:
     """Submits admitted requests and hears of them.
@@ -66,10 +68,10 @@ class EngineClient:
         self.pump.poke()
 
     def _receive(self) -> None:
-        """Take everything that has arrived, then tell each request's listener once."""
+        """Take what has arrived, then tell each request's listener once."""
         touched: dict[int, OpenRequest] = {}
         finished: dict[int, str] = {}
-        for message in self.endpoint.drain():
+        for message in itertools.islice(self.endpoint.drain(), MAX_MESSAGES_PER_TURN):
             match message:
                 case TokenBatch():
                     self._take_tokens(message, touched)

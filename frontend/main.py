@@ -1,7 +1,6 @@
 """The frontend process: python -m frontend.main CONFIG_FILE LIFELINE_FD"""
 
 import asyncio
-import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import zmq

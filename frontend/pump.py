@@ -7,10 +7,10 @@ import zmq
 
 
 class Pump:
-    """Calls `receive` whenever the socket holds messages; `receive` takes them all.
+    """Calls `receive` while the socket holds messages; it may take some of them only, so that others have their turn.
 
-    Like zmq.asyncio, without a future per message. The socket's descriptor wakes the loop on a change only, and a send may take that
-    wake-up away, so whoever sends calls `poke`.
+    Like zmq.asyncio, without a future per message. The socket's descriptor wakes the loop on a change only, and a send may take
+    that wake-up away, so whoever sends calls `poke`.
     """
 
     def __init__(self, socket: zmq.Socket, receive: Callable[[], None]):
@@ -40,4 +40,4 @@ class Pump:
         self.poked = False
         if self.loop is not None and self.socket.events & zmq.POLLIN:
             self.receive()
-            self.poke()  # what came while it received woke nobody
+            self.poke()

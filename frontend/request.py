@@ -31,7 +31,8 @@ Listener = Callable[[Delta | Failure], None]
 class OpenRequest:
     """The state of one request between its admission and its last delta.
 
-    `text` and `token_ids` gather what `take_delta` hands out next. Ids that end the output are delivered but are no part of its text.
+    `text` and `token_ids` gather what `take_delta` hands out next. Ids that end the output are delivered, but are no part of its
+    text.
     """
 
     def __init__(

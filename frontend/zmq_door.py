@@ -10,7 +10,7 @@ import zmq
 
 from frontend.admission import Admission
 from frontend.engine import EngineClient
-from frontend.outbox import MAX_BACKLOG, Outbox
+from frontend.outbox import Outbox
 from frontend.pump import Pump
 from frontend.request import Delta, Failure
 from protocol.address import DOOR_VERSION, MAX_DOOR_BYTES
@@ -25,6 +25,7 @@ HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
 HANDSHAKE_MS = 2000
 KEEP_ALIVE_SECONDS = 0.4  # a client that left without a word is noticed at the next send
 STATS_SECONDS = 2.0
+MAX_MESSAGES_PER_TURN = 64  # then outputs have their turn
 MAX_TOKENIZING = 1024  # texts waiting for the tokenizer; each may be as long as a frame
 
 
@@ -59,7 +60,10 @@ class ClientRequest:
 
 
 class ZmqDoor:
-    """Serves clients of the ROUTER socket. Invariant: `clients` holds, per identity, exactly its requests without a last message."""
+    """Serves the clients of the ROUTER socket.
+
+    Invariant: `clients` holds, per identity, exactly its requests without a last message.
+    """
 
     def __init__(self, socket: zmq.Socket, engine: EngineClient, admission: Admission, model_name: str):
         self.engine = engine
@@ -89,7 +93,7 @@ class ZmqDoor:
     # ---- messages in ----------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        while True:
+        for _ in range(MAX_MESSAGES_PER_TURN):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -221,7 +225,7 @@ class ZmqDoor:
         if requests:
             log.warning("a client does not read; %d requests end", len(requests))
             for request in requests:
-                request.verdict = Error(request.request_id, 503, f"this client is {MAX_BACKLOG} messages behind")
+                request.verdict = Error(request.request_id, 503, "this client does not read its outputs")
             self._abort(requests)
 
     def _open_requests(self) -> list[ClientRequest]:

@@ -35,7 +35,8 @@ def load(model: Path):
 
 def varied_texts(count: int) -> list[str]:
     rng = random.Random(5)
-    return ["", *PIECES, *tiny_tokenizers.corpus()[:count], *("".join(rng.choices(PIECES, k=rng.randint(1, 6))) for _ in range(count))]
+    mixed = ["".join(rng.choices(PIECES, k=rng.randint(1, 6))) for _ in range(count)]
+    return ["", *PIECES, *tiny_tokenizers.corpus()[:count], *mixed]
 
 
 def make_folder(folder: Path, tokenizer=None, **files: object) -> Path:

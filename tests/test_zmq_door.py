@@ -1,70 +1,17 @@
 """The ZMQ door of a real frontend process, spoken to in raw frames, with a scheduler that the test plays."""
 
 import json
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import msgspec
 import pytest
-import zmq
 
-from protocol.messages import ChatMessage, Generate, GetInfo, Info, KeepAlive, Output, decode_to_client, encode, unpack
-from protocol.messages import Cancel, Error
+from protocol.messages import Cancel, ChatMessage, Error, Generate, GetInfo, Info, encode, unpack
 from protocol.sampling import SamplingParams
 from tests import tiny_tokenizers
-from tests.scripted_scheduler import MAX_MODEL_LEN, ROOT, VOCAB_SIZE, RunningFrontend, wait_until
-
-VERSION = b"\x01"
-
-
-class RawClient:
-    """A DEALER socket that sends what it is told."""
-
-    def __init__(self, address: str, high_water_mark: int = 0):
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.linger = 500
-        self.socket.rcvhwm = self.socket.sndhwm = high_water_mark
-        self.socket.connect(address)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.context.destroy(linger=500)
-
-    def send(self, message) -> None:
-        self.socket.send_multipart([VERSION, encode(message)])
-
-    def receive(self, seconds: float = 5.0):
-        """The next message that is no keep-alive."""
-        deadline = time.monotonic() + seconds
-        while self.socket.poll(max(0, deadline - time.monotonic()) * 1000):
-            version, payload = self.socket.recv_multipart()
-            assert version == VERSION
-            message = decode_to_client(payload)
-            if not isinstance(message, KeepAlive):
-                return message
-        return None
-
-    def outputs(self, request_id: int) -> list:
-        """All messages of a request; others in between are a fault."""
-        messages = []
-        while not messages or (isinstance(messages[-1], Output) and messages[-1].finish_reason is None):
-            messages.append(self.receive())
-            assert messages[-1] is not None and messages[-1].request_id == request_id, messages[-2:]
-        return messages
-
-    def serves(self) -> bool:
-        """Whether a good request is answered as it should be."""
-        self.send(Generate(999_999, prompt_ids=[1], sampling=SamplingParams(max_tokens=2), stream=False))
-        reply = self.receive()
-        return isinstance(reply, Output) and reply.token_ids == [2, 3]
+from tests.raw_client import VERSION, RawClient
+from tests.scripted_scheduler import MAX_MODEL_LEN, VOCAB_SIZE, RunningFrontend, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -291,106 +238,3 @@ def test_a_frame_too_long_costs_its_sender_the_connection_only(frontend, client)
     with RawClient(frontend.address) as vandal:
         vandal.socket.send_multipart([VERSION, bytes(9 << 20)])
         assert client.serves()
-
-
-# ---- clients that leave, or do not read ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("way", ["close", "kill"])
-def test_a_client_that_leaves_is_noticed_within_two_seconds(frontend, stream, way):
-    frontend.scheduler.paused = not stream
-    before = len(frontend.scheduler.added)
-    request = encode(Generate(1, prompt_ids=[1], sampling=SamplingParams(max_tokens=190), stream=stream))
-    program = (
-        f"import zmq, time; s = zmq.Context().socket(zmq.DEALER); s.connect({frontend.address!r});"
-        f"s.send_multipart([{VERSION!r}, {request!r}]); time.sleep(60 if {way == 'kill'} else 0.3)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program])
-    assert wait_until(lambda: len(frontend.scheduler.added) > before)
-    frontend.scheduler.paused = True
-    if way == "kill":
-        os.kill(process.pid, signal.SIGKILL)
-    process.wait(5)
-    handle = frontend.scheduler.added[-1].handle
-    assert wait_until(lambda: handle in frontend.scheduler.aborted, 2.0)
-    frontend.scheduler.paused = False
-
-
-def test_a_client_that_does_not_read_is_ended_and_told_and_others_are_served(frontend, client):
-    with RawClient(frontend.address, high_water_mark=1) as sloth:
-        sent = 0
-        before = len(frontend.scheduler.aborted)
-
-        def ended() -> bool:
-            nonlocal sent
-            for _ in range(20):
-                sloth.send(Generate(sent, prompt_ids=[1], sampling=SamplingParams(max_tokens=190)))
-                sent += 1
-            return len(frontend.scheduler.aborted) > before
-
-        sloth.socket.sndhwm = 0
-        assert wait_until(ended, 20.0)
-        assert client.serves()
-        last = {}
-        while (message := sloth.receive(0.5)) is not None:
-            last[message.request_id] = message
-        assert len(last) == sent  # each request had a last word
-        reasons = {message.code if isinstance(message, Error) else message.finish_reason for message in last.values()}
-        assert reasons <= {503, "length"} and 503 in reasons
-    assert wait_until(lambda: not frontend.scheduler.running)
-
-
-def test_a_client_of_many_streams_that_reads_is_never_taken_for_slow(client):
-    count = 3000  # each step is more messages than the socket's queue and the backlog hold together
-    for request_id in range(count):
-        client.send(Generate(request_id, prompt_ids=[request_id % 900], sampling=SamplingParams(max_tokens=8)))
-    tokens = {request_id: [] for request_id in range(count)}
-    num_open = count
-    while num_open:
-        output = client.receive()
-        assert isinstance(output, Output), output
-        tokens[output.request_id] += output.token_ids
-        num_open -= output.finish_reason is not None
-    assert all(ids == [request_id % 900 + 1 + index for index in range(8)] for request_id, ids in tokens.items())
-
-
-def test_twenty_thousand_requests_without_reading_are_all_answered(frontend, client):
-    client.socket.rcvhwm = 0
-    count = 20_000
-    for request_id in range(count):
-        client.send(Generate(request_id, prompt_ids=[1], sampling=SamplingParams(max_tokens=1), stream=False))
-    answered = {client.receive().request_id for _ in range(count)}
-    assert answered == set(range(count))
-
-
-# ---- the end ------------------------------------------------------------------------------------------------------
-
-
-def test_shutdown_answers_every_open_request_and_leaves_nothing(tmp_path):
-    with RunningFrontend(tmp_path) as running, RawClient(running.address) as raw:
-        running.scheduler.paused = True
-        for request_id in range(10):
-            raw.send(Generate(request_id, prompt_ids=[1], stream=request_id % 2 == 0))
-        assert wait_until(lambda: len(running.scheduler.added) == 10)
-        start = time.monotonic()
-        assert running.stop() == 0
-        assert time.monotonic() - start < 1.5
-        errors = [raw.receive() for _ in range(10)]
-        assert {(error.request_id, error.code) for error in errors} == {(request_id, 503) for request_id in range(10)}
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_a_tokenizer_that_cannot_be_read_is_one_line_and_exit_code_2(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "tokenizer.json").write_text("{")
-    with RunningFrontend(tmp_path, model=str(model)) as running:
-        assert json.loads(running.first_line)["exit_code"] == 2
-        assert "tokenizer.json cannot be read" in json.loads(running.first_line)["reason"]
-        assert running.process.wait(5) == 2
-
-
-def test_the_client_side_needs_no_torch():
-    program = "import sys, frontend, frontend.client, frontend.engine, frontend.main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
