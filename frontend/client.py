@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from contextlib import aclosing, closing
+from math import inf
 
 import zmq
 import zmq.asyncio
@@ -121,8 +122,9 @@ class Client:
 
     def _receive(self, deadline: float | None) -> None:
         """Take one message, whichever request it is for."""
-        rest = SILENCE_SECONDS if deadline is None else min(SILENCE_SECONDS, max(0, deadline - time.monotonic()))
-        if not self.socket.poll(rest * 1000):
+        most = SILENCE_SECONDS if self.connected else inf  # an engine that is still loading says nothing
+        rest = most if deadline is None else min(most, max(0, deadline - time.monotonic()))
+        if not self.socket.poll(None if rest == inf else rest * 1000):
             raise _no_answer(self.address)
         message = _decode(self.socket.recv_multipart())
         self.connected = True
@@ -151,7 +153,7 @@ class AsyncClient:
     async def __aenter__(self) -> "AsyncClient":
         self.context = zmq.asyncio.Context()
         self.socket = _open_socket(self.context, self.address)
-        self.last_heard = time.monotonic()
+        self.last_heard = inf  # an engine that is still loading says nothing
         self.tasks = [asyncio.create_task(work) for work in (self._read(), self._watch())]
         try:
             await self._info(self.connect_timeout)
@@ -227,7 +229,7 @@ class AsyncClient:
             raise _no_answer(self.address) from None
 
     def _expect(self) -> None:
-        if not self.replies and not self.infos:
+        if not self.replies and not self.infos and self.last_heard < inf:
             self.last_heard = time.monotonic()  # nothing was due before
 
     async def _send(self, message: object) -> None:

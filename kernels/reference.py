@@ -19,12 +19,15 @@ from torch import Tensor
 # The token of a row whose logits have no finite maximum; protocol.messages has the same number.
 NO_TOKEN = -1
 
-# The uniforms of `gumbel_noise` lie in [2**-24, 1 - 2**-24], so noise lies in [-2.82, 16.64]: a candidate further than this below
-# the highest one cannot win, and its noise is not computed.
-NOISE_SPAN = 19.5
+# The uniforms of `gumbel_noise` go up to 1 - 2**-24, so no noise is higher than this (16.636, and room for rounding).
+HIGHEST_NOISE = 16.7
 
-# Highest logits looked at before a whole row is sorted. A row of 49,152 takes 3.6 ms to sort, its 1,024 highest 0.4 ms.
-SHORT_LIST = 1024
+# Ids this far below the highest get their noise first; what they reach tells which others could still win. At temperature 1 some
+# 1,500 of SmolLM2's 12,288 quads are left.
+LIKELY_SPAN = 4.0
+
+# Highest logits looked at before a row is sorted whole. 16 rows of 49,152: 0.9 and 3.8 ms, sorting 60 ms.
+SHORT_LISTS = (64, 1024)
 
 
 def embed(token_ids_T: Tensor, table_VD: Tensor, out_TD: Tensor) -> None:
@@ -45,7 +48,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tenso
 def rms_norm(x_TD: Tensor, weight_D: Tensor, out_TD: Tensor, eps: float) -> None:
     """Write the rows of x (last axis; any number of axes before it), normalised, into out (may be x).
 
-    https://arxiv.org/abs/1910.07467. The arithmetic is float32; the quotient is rounded to the model's type before the weight is applied, as Llama does.
+    https://arxiv.org/abs/1910.07467. The arithmetic is float32; the quotient is rounded to the model's type before the weight is
+    applied, as Llama does.
     """
     assert x_TD.shape == out_TD.shape and weight_D.shape == x_TD.shape[-1:]
     x32_TD = x_TD.float()
@@ -78,7 +82,7 @@ class DecodeGroup(NamedTuple):
 
     tokens_S: Tensor | slice  # where their queries are
     kv_index_X: Tensor  # int64, rows of the pool, X = S * K * L
-    mask_S11L: Tensor  # True: attend
+    mask_S11L: Tensor  # added to the scores: 0 or -inf
 
 
 class Chunk(NamedTuple):
@@ -86,7 +90,7 @@ class Chunk(NamedTuple):
 
     tokens: slice
     kv_index_X: Tensor  # X = K * L
-    mask_TL: Tensor | None  # True: attend; None: causal from the first token on
+    mask_TL: Tensor | None  # as above; None: causal from the first token on
 
 
 class StepPlan(NamedTuple):
@@ -128,7 +132,7 @@ def plan_step(
             decoding.setdefault((num_blocks - 1).bit_length(), []).append(s)
         else:
             index_X = _kv_index(block_table_RB[rows_S[s]][None], context_lens_S[s : s + 1], context_len, k_pool)
-            chunks.append(Chunk(tokens, index_X, _causal_mask(tokens.stop - tokens.start, context_len, slots_T.device)))
+            chunks.append(Chunk(tokens, index_X, _causal_mask(tokens.stop - tokens.start, context_len, k_pool)))
     groups = [_decode_group(members, block_table_RB, rows_S, starts, context_lens_S, k_pool) for members in decoding.values()]
     blocks_T = torch.div(slots_T, block_size, rounding_mode="floor").long()  # -1 stays -1, the scratch block
     most = max((len(part.kv_index_X) for part in (*groups, *chunks)), default=0)
@@ -141,7 +145,7 @@ def _decode_group(members: list[int], block_table_RB, rows_S, starts: list[int],
     lens_S = context_lens_S[sequences_S]
     longest = int(lens_S.max())
     index_X = _kv_index(block_table_RB[rows_S[sequences_S]], lens_S, longest, k_pool)
-    mask_SL = torch.arange(longest, device=rows_S.device) < lens_S[:, None]
+    mask_SL = _additive(torch.arange(longest, device=rows_S.device) < lens_S[:, None], k_pool)
     tokens = [starts[s] for s in members]
     if tokens == list(range(tokens[0], tokens[0] + len(tokens))):
         return DecodeGroup(slice(tokens[0], tokens[0] + len(tokens)), index_X, mask_SL[:, None, None])
@@ -161,11 +165,16 @@ def _kv_index(table_SB: Tensor, lens_S: Tensor, longest: int, k_pool: Tensor) ->
     return ((block_SL[:, None] * num_kv_heads + head_K1) * block_size + (position_SL % block_size)[:, None]).flatten()
 
 
-def _causal_mask(num_queries: int, context_len: int, device: torch.device) -> Tensor | None:
+def _causal_mask(num_queries: int, context_len: int, k_pool: Tensor) -> Tensor | None:
     if num_queries == context_len:
         return None
-    query_T1 = torch.arange(context_len - num_queries, context_len, device=device)[:, None]
-    return torch.arange(context_len, device=device) <= query_T1
+    query_T1 = torch.arange(context_len - num_queries, context_len, device=k_pool.device)[:, None]
+    return _additive(torch.arange(context_len, device=k_pool.device) <= query_T1, k_pool)
+
+
+def _additive(attend: Tensor, k_pool: Tensor) -> Tensor:
+    """A mask to add, in the pool's type: made once a step, where torch would turn a boolean one into it in every layer."""
+    return k_pool.new_zeros(attend.shape).masked_fill_(~attend, -torch.inf)
 
 
 def rope_and_write_kv(
@@ -280,63 +289,72 @@ def sample(
 def _apply_filters(scaled_MV: Tensor, top_k_M: Tensor, top_p_M: Tensor, min_p_M: Tensor) -> Tensor:
     """The logits with what top-k, top-p and min-p remove at -inf."""
     V = scaled_MV.shape[1]
-    highest_M1 = scaled_MV.amax(-1, keepdim=True)
-    # p >= min_p * max(p); no normaliser, so it does not matter what the other filters removed. log(0) keeps everything.
-    kept_MV = scaled_MV.masked_fill(scaled_MV - highest_M1 < min_p_M.log()[:, None], -torch.inf)
+    kept_MV = scaled_MV.clone()
     top_k_M = torch.where((top_k_M <= 0) | (top_k_M > V), V, top_k_M.long())
     limited_M = ((top_k_M < V) | (top_p_M < 1)).nonzero()[:, 0]
     if len(limited_M):
         count_M, lowest_M = _count_kept(scaled_MV[limited_M], top_k_M[limited_M], top_p_M[limited_M])
-        kept_MV[limited_M] = _keep_highest(kept_MV[limited_M], scaled_MV[limited_M], count_M, lowest_M)
+        kept_MV[limited_M] = _keep_highest(scaled_MV[limited_M], count_M, lowest_M)
+    floored_M = (min_p_M > 0).nonzero()[:, 0]
+    if len(floored_M):
+        # p >= min_p * max(p) needs no normaliser, so it does not matter what the other filters removed.
+        floor_M1 = scaled_MV[floored_M].amax(-1, keepdim=True) + min_p_M[floored_M, None].log()
+        kept_MV[floored_M] = kept_MV[floored_M].masked_fill_(scaled_MV[floored_M] < floor_M1, -torch.inf)
     return kept_MV
 
 
 def _count_kept(scaled_MV: Tensor, top_k_M: Tensor, top_p_M: Tensor) -> tuple[Tensor, Tensor]:
     """How many of the highest logits top-k and top-p keep, at least 1, and the lowest of them.
 
-    A row that its SHORT_LIST highest cannot decide is sorted whole; which rows those are depends on the row alone.
+    A row that its few highest logits cannot decide gets a longer list; which rows those are depends on each row alone.
     """
     M, V = scaled_MV.shape
-    highest_M1 = scaled_MV.amax(-1, keepdim=True)
-    total_M = (scaled_MV - highest_M1).exp_().sum(-1, dtype=torch.float64)
-    count_M, lowest_M = torch.zeros_like(top_k_M), torch.empty_like(total_M, dtype=torch.float32)
+    total_M1 = (scaled_MV - scaled_MV.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True, dtype=torch.float64)
+    count_M, lowest_M = torch.empty_like(top_k_M), scaled_MV.new_empty(M)
     open_M = torch.arange(M, device=scaled_MV.device)
-    for width in (min(SHORT_LIST, V), V):
-        sorted_MW = scaled_MV[open_M].topk(width).values if width < V else scaled_MV[open_M].sort(descending=True).values
-        top_k_M1, top_p_M1 = top_k_M[open_M, None], top_p_M[open_M, None]
-        weight_MW = (sorted_MW - highest_M1[open_M]).double().exp_()
-        weight_MW.masked_fill_(torch.arange(width, device=scaled_MV.device) >= top_k_M1, 0)
+    for width in (*(width for width in SHORT_LISTS if width < V), V):
+        highest_MW = scaled_MV[open_M].topk(width).values if width < V else scaled_MV[open_M].sort(descending=True).values
+        k_M1, p_M1 = top_k_M[open_M, None], top_p_M[open_M, None].double()
+        weight_MW = (highest_MW - highest_MW[:, :1]).double().exp_()
+        weight_MW.masked_fill_(torch.arange(width, device=scaled_MV.device) >= k_M1, 0)
         up_to_MW = weight_MW.cumsum(-1)
-        whole_M1 = torch.where(top_k_M1 <= width, up_to_MW[:, -1:], total_M[open_M, None])
-        needed_M1 = top_p_M1.double() * whole_M1
-        by_p_M = (up_to_MW - weight_MW < needed_M1).sum(-1).clamp_(min=1)
-        count_M[open_M] = torch.where(top_p_M1[:, 0] < 1, by_p_M.minimum(top_k_M1[:, 0]), top_k_M1[:, 0])
-        decided_M1 = (top_k_M1 <= width) | ((top_k_M1 == V) & (up_to_MW[:, -1:] >= needed_M1))
-        lowest_M[open_M] = sorted_MW.gather(1, count_M[open_M, None].clamp(max=width) - 1)[:, 0]
-        open_M = open_M[~decided_M1[:, 0]]
+        needed_M1 = p_M1 * torch.where(k_M1 <= width, up_to_MW[:, -1:], total_M1[open_M])
+        by_p_M1 = (up_to_MW - weight_MW < needed_M1).sum(-1, keepdim=True).clamp_(min=1)
+        count_M1 = torch.where(p_M1 < 1, torch.minimum(by_p_M1, k_M1), k_M1)
+        decided_M = ((k_M1 <= width) | ((k_M1 == V) & (up_to_MW[:, -1:] >= needed_M1)))[:, 0]
+        count_M[open_M] = count_M1[:, 0]
+        lowest_M[open_M] = highest_MW.gather(1, count_M1.clamp(max=width) - 1)[:, 0]
+        open_M = open_M[~decided_M]
         if not len(open_M):
             break
     return count_M, lowest_M
 
 
-def _keep_highest(kept_MV: Tensor, scaled_MV: Tensor, count_M: Tensor, lowest_M: Tensor) -> Tensor:
-    """kept without what is below the count highest of scaled; among equals of the lowest kept, the lowest ids stay."""
-    above_MV = scaled_MV > lowest_M[:, None]
-    equal_MV = scaled_MV == lowest_M[:, None]
-    room_M1 = count_M[:, None] - above_MV.sum(-1, keepdim=True)
-    return kept_MV.masked_fill(~(above_MV | (equal_MV & (equal_MV.cumsum(-1) <= room_M1))), -torch.inf)
+def _keep_highest(scaled_MV: Tensor, count_M: Tensor, lowest_M: Tensor) -> Tensor:
+    """The count highest, -inf elsewhere; among equals of the lowest kept, the lowest ids stay."""
+    stays_MV = scaled_MV >= lowest_M[:, None]
+    for m in (stays_MV.sum(-1) > count_M).nonzero()[:, 0].tolist():
+        equal_ids = (scaled_MV[m] == lowest_M[m]).nonzero()[:, 0]
+        surplus = int(stays_MV[m].sum() - count_M[m])
+        stays_MV[m, equal_ids[len(equal_ids) - surplus :]] = False
+    return scaled_MV.masked_fill(~stays_MV, -torch.inf)
 
 
 def _gumbel_max(kept_MV: Tensor, seed_M: Tensor, position_M: Tensor) -> Tensor:
-    """Draw from softmax(kept) as argmax(kept + Gumbel noise), https://arxiv.org/abs/1611.01144, ids with a chance only."""
+    """Draw from softmax(kept) as argmax(kept + Gumbel noise), https://arxiv.org/abs/1611.01144.
+
+    Noise is computed for quads of ids, and only where it can matter; the result is that of noise for every id.
+    """
     M, V = kept_MV.shape
-    padded_MV4 = functional.pad(kept_MV, (0, -V % 4), value=-torch.inf).view(M, -1, 4)
-    highest_M11 = padded_MV4.amax((1, 2), keepdim=True)
-    rows_C, quads_C = (padded_MV4 > highest_M11 - NOISE_SPAN).any(-1).nonzero(as_tuple=True)
-    noise_C4 = gumbel_noise(seed_M[rows_C], position_M[rows_C], quads_C)
-    scores_MV4 = torch.full_like(padded_MV4, -torch.inf)
-    scores_MV4[rows_C, quads_C] = padded_MV4[rows_C, quads_C] + noise_C4
-    return scores_MV4.flatten(1).argmax(-1)
+    kept_MQ4 = functional.pad(kept_MV, (0, -V % 4), value=-torch.inf).view(M, -1, 4)
+    highest_MQ = kept_MQ4.amax(-1)
+    scores_MQ4 = torch.full_like(kept_MQ4, -torch.inf)
+    floor_M1 = highest_MQ.amax(-1, keepdim=True) - LIKELY_SPAN
+    for _ in range(2):
+        rows_C, quads_C = (highest_MQ > floor_M1).nonzero(as_tuple=True)
+        scores_MQ4[rows_C, quads_C] = kept_MQ4[rows_C, quads_C] + gumbel_noise(seed_M[rows_C], position_M[rows_C], quads_C)
+        floor_M1 = scores_MQ4.amax((1, 2))[:, None] - HIGHEST_NOISE
+    return scores_MQ4.flatten(1).argmax(-1)
 
 
 def gumbel_noise(seed_C: Tensor, position_C: Tensor, quad_C: Tensor) -> Tensor:

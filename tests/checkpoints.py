@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, written by transformers, whose greedy continuations vary and have wide gaps between the best two logits."""
+"""Tiny random checkpoints, written by transformers: varied greedy continuations, wide gaps between the best two logits."""
 
 from pathlib import Path
 

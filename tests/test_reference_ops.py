@@ -70,7 +70,7 @@ def test_paged_attention_equals_a_loop_over_keys(name):
 
 
 def test_foreign_memory_never_reaches_the_result():
-    """Everything that a sequence does not own is NaN: unused slots of its last block, other blocks, scratch, stale table entries."""
+    """What a sequence does not own is NaN: unused slots of its last block, other blocks, scratch, stale table entries."""
     k_pool, v_pool = torch.full((9, K, BLOCK, F), torch.nan), torch.full((9, K, BLOCK, F), torch.nan)
     block_table_RB = int32([[0, 1, 8, 8], [2, 3, 4, 5], [6, 7, 7, 7]])
     for row, context in ((0, 5), (1, 15)):

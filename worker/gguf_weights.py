@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import gguf
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +51,11 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-OTHER_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
+OTHER_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
 
 
 class GgufFile:
@@ -61,7 +67,8 @@ class GgufFile:
         self.reader = open_gguf(path)
         self.architecture = self._value("general.architecture")
         if self.architecture not in ARCHITECTURES:
-            raise ValueError(f"{path}: the architecture {self.architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
+            supported = ", ".join(ARCHITECTURES)
+            raise ValueError(f"{path}: the architecture {self.architecture} is not supported; supported are {supported}")
         self.tensors = {_hf_name(tensor.name): tensor for tensor in self.reader.tensors}
         self.divisors = self.tensors.pop(ROPE_DIVISORS, None)
         self.config = self._config()
@@ -84,9 +91,11 @@ class GgufFile:
 
     def _dequantised(self, tensor: gguf.ReaderTensor) -> Tensor:
         try:
-            return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError:
-            raise ValueError(f"{self.path}: {tensor.name} is quantised as {tensor.tensor_type.name}, which is not supported") from None
+            kind = tensor.tensor_type.name
+            raise ValueError(f"{self.path}: {tensor.name} is quantised as {kind}, which is not supported") from None
+        return torch.from_numpy(np.require(values, requirements="W"))  # float32 tensors come as the read-only file itself
 
     def _value(self, key: str):
         field = self.reader.get_field(key)
@@ -98,17 +107,23 @@ class GgufFile:
             if value is None and name not in OPTIONAL:
                 raise ValueError(f"{self.path}: the metadata lacks {self.architecture}.{KEYS[name]}")
         try:
-            return parse_model_config(self._as_config_json(values))
+            config = parse_model_config(self._as_config_json(values))
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from None
+        return config if self.divisors is None else self._with_divisors(config)
+
+    def _with_divisors(self, config: ModelConfig) -> ModelConfig:
+        divisors = self._dequantised(self.divisors).tolist()
+        num_pairs = config.head_dim // 2
+        if len(divisors) != num_pairs:
+            raise ValueError(f"{self.path}: {ROPE_DIVISORS} holds {len(divisors)} numbers where head_dim asks for {num_pairs}")
+        return msgspec.structs.replace(config, rope=msgspec.structs.replace(config.rope, divisors=tuple(divisors)))
 
     def _as_config_json(self, values: dict) -> dict:
         values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
         rotated = self._value(f"{self.architecture}.rope.dimension_count") or values["head_dim"]
         rope = {name: self._value(f"{self.architecture}.{key}") for name, key in ROPE_KEYS.items()}
         rope["rope_type"] = "default" if rope["rope_type"] in (None, "none") else rope["rope_type"]
-        if self.divisors is not None:
-            rope |= {"rope_type": "divisors", "divisors": self._dequantised(self.divisors).tolist()}
         return values | {
             "architectures": [ARCHITECTURES[self.architecture]],
             "vocab_size": self.shape("model.embed_tokens.weight")[0] if "model.embed_tokens.weight" in self.tensors else 0,

@@ -56,5 +56,5 @@ def resolve_dtype(asked: str, checkpoint: str | None, device: str) -> torch.dtyp
     if asked == "auto":
         asked = "float32" if device == "cpu" or checkpoint not in DTYPES else checkpoint
     if asked == "float16" and checkpoint == "bfloat16":
-        log.warning("the checkpoint is bfloat16: in float16 values above 65504 overflow, and a request that meets one ends in an error")
+        log.warning("the checkpoint is bfloat16: in float16, values above 65504 overflow and end their request with an error")
     return DTYPES[asked]

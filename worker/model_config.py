@@ -45,6 +45,9 @@ DEFAULTS: dict[str, dict] = {
 }
 
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+
 class HfConfig(msgspec.Struct, frozen=True):
     """The keys of config.json that matter here, after the architecture's defaults."""
 
@@ -162,8 +165,7 @@ def _architecture(raw: dict) -> str:
 
 
 def _check_supported(config: HfConfig) -> None:
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    for name in sizes:
+    for name in SIZES:
         if getattr(config, name) <= 0:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
     if config.hidden_act != "silu":
@@ -200,16 +202,16 @@ def parse_rope(config: HfConfig) -> RopeConfig:
     raw = config.rope_scaling or config.rope_parameters or {}
     rope_type = raw.get("rope_type", raw.get("type", "default"))
     if rope_type not in ROPE_TYPES:
-        raise ValueError(f"the rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES[:-1])}")
+        raise ValueError(f"the rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
     partial = raw.get("partial_rotary_factor", config.partial_rotary_factor)
     if partial not in (None, 1):
         raise ValueError(f"partial_rotary_factor must be 1, got {partial}")
-    if rope_type not in ("default", "divisors") and raw.get("factor") is None:
+    if rope_type != "default" and raw.get("factor") is None:
         raise ValueError(f"the rope type {rope_type} needs a factor")
     original = config.original_max_position_embeddings or raw.get("original_max_position_embeddings")
     if rope_type == "dynamic":  # transformers measures its stretch against this, whatever else is given
         original = config.max_position_embeddings
-    fields = {name: raw[name] for name in RopeConfig.__struct_fields__ if raw.get(name) is not None}
+    fields = {name: raw[name] for name in RopeConfig.__struct_fields__ if name != "divisors" and raw.get(name) is not None}
     fields |= {"rope_type": rope_type, "original_max_position": original or config.max_position_embeddings}
     fields["theta"] = raw.get("rope_theta") or config.rope_theta or 10000.0
     try:

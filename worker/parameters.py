@@ -63,14 +63,14 @@ def allocate_weights(config: ModelConfig, dtype: torch.dtype, device: str) -> Mo
 
 
 def _allocate_layer(config: ModelConfig, new) -> LayerWeights:
-    D, I, E, F, X = config.hidden_size, config.intermediate_size, config.qkv_size, config.head_dim, config.num_heads * config.head_dim
+    D, I, E, F = config.hidden_size, config.intermediate_size, config.qkv_size, config.head_dim
     return LayerWeights(
         input_norm_D=new(D),
         qkv_ED=new(E, D),
         qkv_bias_E=new(E) if config.qkv_bias else None,
         q_norm_F=new(F) if config.qk_norm else None,
         k_norm_F=new(F) if config.qk_norm else None,
-        out_DX=new(D, X),
+        out_DX=new(D, config.num_heads * F),
         out_bias_D=new(D) if config.out_bias else None,
         post_norm_D=new(D),
         gate_up_JD=new(2 * I, D),

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "divisors")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class RopeConfig(msgspec.Struct, frozen=True):
@@ -27,7 +27,7 @@ class RopeConfig(msgspec.Struct, frozen=True):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    divisors: tuple[float, ...] = ()  # "divisors": of the default frequencies, as GGUF files store llama3's
+    divisors: tuple[float, ...] = ()  # of the frequencies, one a pair: how GGUF files store llama3's scaling
 
 
 class Rope:
@@ -52,6 +52,8 @@ class Rope:
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """The angle per position of each pair, float32 [P]; for "dynamic" those of short sequences."""
     default_P = 1.0 / config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if config.divisors:
+        return default_P / torch.tensor(config.divisors)
     match config.rope_type:
         case "linear":  # position interpolation, https://arxiv.org/abs/2306.15595
             return default_P / config.factor
@@ -59,9 +61,6 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
             return _llama3(config, default_P)
         case "yarn":
             return _yarn(config, default_P, head_dim)
-        case "divisors":
-            assert len(config.divisors) == head_dim // 2
-            return default_P / torch.tensor(config.divisors)
         case _:
             return default_P
 
@@ -96,7 +95,7 @@ def _yarn_temperature(factor: float, mscale: float) -> float:
 
 
 def _llama3(config: RopeConfig, default_P: Tensor) -> Tensor:
-    """Llama 3.1: low frequencies are divided by the factor, high ones kept, those between blended by turns over the trained context."""
+    """Llama 3.1: low frequencies are divided by the factor, high ones kept; those between are blended by their turns."""
     turns_P = config.original_max_position * default_P / (2 * math.pi)
     keep_P = ((turns_P - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)).clamp(0, 1)
     return torch.lerp(default_P / config.factor, default_P, keep_P)
