@@ -54,6 +54,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     model.add_argument("--served-model-name", help="name shown to clients; default: what --model says")
     add(model, "dtype", "--dtype", help="of weights and KV cache", choices=["auto", "float32", "bfloat16", "float16"])
     add(model, "device", "--device", help="where the workers run", choices=["auto", "cpu", "cuda"])
+    add(model, "load_format", "--load-format", help="dummy: random weights, to measure speed", choices=["auto", "dummy"])
     add(model, "max_model_len", "--max-model-len", "--context-length", type=int, help="longest context in tokens; default: the model's")
     add(model, "executor", "--executor", help=argparse.SUPPRESS, choices=["transformer", "checksum"])
 
@@ -67,7 +68,10 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     memory = parser.add_argument_group("memory and compute")
     add(memory, "block_size", "--block-size", "--page-size", type=int, help="tokens per KV block")
     add(memory, "num_kv_blocks", "--num-kv-blocks", "--num-gpu-blocks-override", type=int, help="KV blocks; default: from --kv-cache-gib")
-    add(memory, "kv_cache_gib", "--kv-cache-gib", type=float, help="KV cache at most, in GiB")
+    add(memory, "kv_cache_gib", "--kv-cache-gib", type=float, help="KV cache at most, in GiB; default: 2 on a CPU")
+    add(memory, "gpu_memory_utilization", "--gpu-memory-utilization", "--mem-fraction-static", type=float, help="share of a GPU's memory")
+    add(memory, "enforce_eager", "--enforce-eager", "--disable-cuda-graph", action="store_true", help="no CUDA graphs")
+    add(memory, "tune_kernels", "--no-tune-kernels", action="store_false", help="take default kernels, time none at load")
     add(memory, "num_threads", "--num-threads", type=int, help="CPU threads of a worker; default: one per core")
     add(memory, "tensor_parallel_size", "--tensor-parallel-size", "-tp", "--tp", "--tp-size", type=int, help="workers")
 
@@ -127,7 +131,8 @@ def make_config(arguments: argparse.Namespace, environment: dict[str, str]) -> E
         client_address=arguments.zmq_listen or default_client_address(),
         epoch=secrets.randbits(63),
         failpoint=environment.get("STEPAHEAD_FAIL"),
-        **{key: value for key, value in vars(arguments).items() if key in fields - {"model", "served_model_name"}},
+        cache_dir=str(Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepahead"),
+        **{key: value for key, value in vars(arguments).items() if key in fields - {"model", "served_model_name", "cache_dir"}},
         served_model_name=arguments.served_model_name or ("checksum" if is_checksum else name or SMOLLM2),
     )
     check_config(config)

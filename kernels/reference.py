@@ -2,9 +2,8 @@
 
 An op checks its shapes and writes into the outputs it is given. Index tensors are int32, seeds int64.
 
-T = tokens of a step, S = sequences, N = samples, V = vocabulary, D = model width, I, O = inputs and outputs of a linear layer,
-H = query heads, K = KV heads, G = H / K, F = head width, E = (H + 2K) * F, R = rows, B = blocks of a row, L = tokens attended,
-C = candidates for a sample
+T = tokens of a step, S = sequences, V = vocabulary, D = model width, I, O = inputs and outputs of a linear layer,
+H = query heads, K = KV heads, G = H / K, F = head width, E = (H + 2K) * F, R = rows, B = blocks of a row, L = tokens attended
 
 A KV pool is [blocks + 1, K, block_size, F]. Its last block is scratch: written by padding, never read, never handed out.
 A slot is block * block_size + offset; slot -1 is in the scratch block.
@@ -16,18 +15,22 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-# The token of a row whose logits have no finite maximum; protocol.messages has the same number.
-NO_TOKEN = -1
+from kernels.reference_sampling import NO_TOKEN, gumbel_noise, philox, sample
 
-# The uniforms of `gumbel_noise` go up to 1 - 2**-24, so no noise is higher than this (16.636, and room for rounding).
-HIGHEST_NOISE = 16.7
-
-# Ids this far below the highest get their noise first; what they reach tells which others could still win. At temperature 1 some
-# 1,500 of SmolLM2's 12,288 quads are left.
-LIKELY_SPAN = 4.0
-
-# Highest logits looked at before a row is sorted whole. 16 rows of 49,152: 0.9 and 3.8 ms, sorting 60 ms.
-SHORT_LISTS = (64, 1024)
+__all__ = [
+    "NO_TOKEN",
+    "add_rms_norm",
+    "embed",
+    "gumbel_noise",
+    "linear",
+    "paged_attention",
+    "philox",
+    "plan_step",
+    "rms_norm",
+    "rope_and_write_kv",
+    "sample",
+    "silu_mul",
+]
 
 
 def embed(token_ids_T: Tensor, table_VD: Tensor, out_TD: Tensor) -> None:
@@ -53,7 +56,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, out_TD: Tensor, eps: float) -> None
     """
     assert x_TD.shape == out_TD.shape and weight_D.shape == x_TD.shape[-1:]
     x32_TD = x_TD.float()
-    scale_T1 = x32_TD.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    # The root mean square by way of the norm: one pass over the row, where squares and their mean take two and a temporary.
+    scale_T1 = torch.linalg.vector_norm(x32_TD, dim=-1, keepdim=True).square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()
     torch.mul((x32_TD * scale_T1).to(out_TD.dtype), weight_D, out=out_TD)
 
 
@@ -251,136 +255,3 @@ def _attend_chunk(q_THF: Tensor, k_XF: Tensor, v_XF: Tensor, mask_TL: Tensor | N
     causal = mask_TL is None
     out_KGTF = functional.scaled_dot_product_attention(q_KGTF, k_KGLF, v_KGLF, mask_TL, is_causal=causal, scale=scale)
     return out_KGTF.permute(2, 0, 1, 3).reshape(T, H, F)
-
-
-# ---- sampling -----------------------------------------------------------------------------------------------------
-
-
-def sample(
-    logits_NV: Tensor,
-    temperature_N: Tensor,
-    top_k_N: Tensor,
-    top_p_N: Tensor,
-    min_p_N: Tensor,
-    seed_N: Tensor,
-    position_N: Tensor,
-    sampled_vocab: int,
-    out_N: Tensor,
-) -> None:
-    """Write one token id per row: temperature, then top-k, then top-p among those, then min-p; then Gumbel-max.
-
-    Temperature 0, top_k 1 and top_p 0 give the highest logit, the lowest id on ties. top_k 0 is no limit; a limit of k tokens keeps
-    exactly k, the lowest ids on ties. Ids from sampled_vocab up are never chosen. A row's choice depends on that row alone, with
-    noise from its seed and position. A row whose maximum is not finite (NaN, or nothing but -inf) gets NO_TOKEN.
-    """
-    N = len(logits_NV)
-    assert logits_NV.dtype == torch.float32 and out_N.shape == (N,) and 0 < sampled_vocab <= logits_NV.shape[1]
-    logits_NV = logits_NV[:, :sampled_vocab]
-    best_N = logits_NV.argmax(-1)  # the place of a NaN, where there is one
-    valid_N = logits_NV.gather(1, best_N[:, None])[:, 0].isfinite()
-    random_M = (valid_N & (temperature_N > 0) & (top_k_N != 1) & (top_p_N > 0)).nonzero()[:, 0]
-    if len(random_M):
-        scaled_MV = logits_NV[random_M] / temperature_N[random_M, None]
-        kept_MV = _apply_filters(scaled_MV, top_k_N[random_M], top_p_N[random_M], min_p_N[random_M])
-        best_N[random_M] = _gumbel_max(kept_MV, seed_N[random_M], position_N[random_M])
-    out_N.copy_(torch.where(valid_N, best_N, NO_TOKEN))
-
-
-def _apply_filters(scaled_MV: Tensor, top_k_M: Tensor, top_p_M: Tensor, min_p_M: Tensor) -> Tensor:
-    """The logits with what top-k, top-p and min-p remove at -inf."""
-    V = scaled_MV.shape[1]
-    kept_MV = scaled_MV.clone()
-    top_k_M = torch.where((top_k_M <= 0) | (top_k_M > V), V, top_k_M.long())
-    limited_M = ((top_k_M < V) | (top_p_M < 1)).nonzero()[:, 0]
-    if len(limited_M):
-        count_M, lowest_M = _count_kept(scaled_MV[limited_M], top_k_M[limited_M], top_p_M[limited_M])
-        kept_MV[limited_M] = _keep_highest(scaled_MV[limited_M], count_M, lowest_M)
-    floored_M = (min_p_M > 0).nonzero()[:, 0]
-    if len(floored_M):
-        # p >= min_p * max(p) needs no normaliser, so it does not matter what the other filters removed.
-        floor_M1 = scaled_MV[floored_M].amax(-1, keepdim=True) + min_p_M[floored_M, None].log()
-        kept_MV[floored_M] = kept_MV[floored_M].masked_fill_(scaled_MV[floored_M] < floor_M1, -torch.inf)
-    return kept_MV
-
-
-def _count_kept(scaled_MV: Tensor, top_k_M: Tensor, top_p_M: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the highest logits top-k and top-p keep, at least 1, and the lowest of them.
-
-    A row that its few highest logits cannot decide gets a longer list; which rows those are depends on each row alone.
-    """
-    M, V = scaled_MV.shape
-    total_M1 = (scaled_MV - scaled_MV.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True, dtype=torch.float64)
-    count_M, lowest_M = torch.empty_like(top_k_M), scaled_MV.new_empty(M)
-    open_M = torch.arange(M, device=scaled_MV.device)
-    for width in (*(width for width in SHORT_LISTS if width < V), V):
-        highest_MW = scaled_MV[open_M].topk(width).values if width < V else scaled_MV[open_M].sort(descending=True).values
-        k_M1, p_M1 = top_k_M[open_M, None], top_p_M[open_M, None].double()
-        weight_MW = (highest_MW - highest_MW[:, :1]).double().exp_()
-        weight_MW.masked_fill_(torch.arange(width, device=scaled_MV.device) >= k_M1, 0)
-        up_to_MW = weight_MW.cumsum(-1)
-        needed_M1 = p_M1 * torch.where(k_M1 <= width, up_to_MW[:, -1:], total_M1[open_M])
-        by_p_M1 = (up_to_MW - weight_MW < needed_M1).sum(-1, keepdim=True).clamp_(min=1)
-        count_M1 = torch.where(p_M1 < 1, torch.minimum(by_p_M1, k_M1), k_M1)
-        decided_M = ((k_M1 <= width) | ((k_M1 == V) & (up_to_MW[:, -1:] >= needed_M1)))[:, 0]
-        count_M[open_M] = count_M1[:, 0]
-        lowest_M[open_M] = highest_MW.gather(1, count_M1.clamp(max=width) - 1)[:, 0]
-        open_M = open_M[~decided_M]
-        if not len(open_M):
-            break
-    return count_M, lowest_M
-
-
-def _keep_highest(scaled_MV: Tensor, count_M: Tensor, lowest_M: Tensor) -> Tensor:
-    """The count highest, -inf elsewhere; among equals of the lowest kept, the lowest ids stay."""
-    stays_MV = scaled_MV >= lowest_M[:, None]
-    for m in (stays_MV.sum(-1) > count_M).nonzero()[:, 0].tolist():
-        equal_ids = (scaled_MV[m] == lowest_M[m]).nonzero()[:, 0]
-        surplus = int(stays_MV[m].sum() - count_M[m])
-        stays_MV[m, equal_ids[len(equal_ids) - surplus :]] = False
-    return scaled_MV.masked_fill(~stays_MV, -torch.inf)
-
-
-def _gumbel_max(kept_MV: Tensor, seed_M: Tensor, position_M: Tensor) -> Tensor:
-    """Draw from softmax(kept) as argmax(kept + Gumbel noise), https://arxiv.org/abs/1611.01144.
-
-    Noise is computed for quads of ids, and only where it can matter; the result is that of noise for every id.
-    """
-    M, V = kept_MV.shape
-    kept_MQ4 = functional.pad(kept_MV, (0, -V % 4), value=-torch.inf).view(M, -1, 4)
-    highest_MQ = kept_MQ4.amax(-1)
-    scores_MQ4 = torch.full_like(kept_MQ4, -torch.inf)
-    floor_M1 = highest_MQ.amax(-1, keepdim=True) - LIKELY_SPAN
-    for _ in range(2):
-        rows_C, quads_C = (highest_MQ > floor_M1).nonzero(as_tuple=True)
-        scores_MQ4[rows_C, quads_C] = kept_MQ4[rows_C, quads_C] + gumbel_noise(seed_M[rows_C], position_M[rows_C], quads_C)
-        floor_M1 = scores_MQ4.amax((1, 2))[:, None] - HIGHEST_NOISE
-    return scores_MQ4.flatten(1).argmax(-1)
-
-
-def gumbel_noise(seed_C: Tensor, position_C: Tensor, quad_C: Tensor) -> Tensor:
-    """Standard Gumbel noise of the ids 4 * quad up to 4 * quad + 3, at a position of a request: [C, 4].
-
-    The uniforms have 23 bits and lie in the middle of their cells: exact in float32, never 0 or 1 (with 24 bits the highest rounds
-    to 1, whose noise is infinite, once in 340 tokens of a vocabulary of 49,152). The logarithms are float64, so that a vector unit
-    and its scalar remainder agree.
-    """
-    zeros_C = torch.zeros_like(quad_C)
-    words_C4 = philox((quad_C, position_C.long(), zeros_C, zeros_C), (seed_C & 0xFFFFFFFF, (seed_C >> 32) & 0xFFFFFFFF))
-    uniform_C4 = ((words_C4 >> 9).double() + 0.5) * 2**-23
-    return uniform_C4.log_().neg_().log_().neg_().float()
-
-
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> Tensor:
-    """Philox-4x32-10 of four counter words and two key words, each int64 [C] holding 32 bits: four words, [C, 4].
-
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        # An int64 product wraps, which keeps the 64 bits right; the shift then drags the sign along, which the mask removes.
-        product_0, product_1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = ((product_1 >> 32) & 0xFFFFFFFF) ^ c1 ^ k0, product_1 & 0xFFFFFFFF
-        c2, c3 = ((product_0 >> 32) & 0xFFFFFFFF) ^ c3 ^ k1, product_0 & 0xFFFFFFFF
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return torch.stack((c0, c1, c2, c3), -1)

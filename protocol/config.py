@@ -22,12 +22,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     executor: Executor = "transformer"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, for measuring speed
     max_model_len: int | None = None  # None: the model's own limit
     max_num_seqs: int = 64  # rows
     max_num_batched_tokens: int = 512  # tokens of a step, prompts and decoding rows together
     block_size: int = 16  # tokens per KV block
     num_kv_blocks: int | None = None  # None: from kv_cache_gib
-    kv_cache_gib: float = 2.0  # at most; never more than max_num_seqs full contexts
+    kv_cache_gib: float | None = None  # at most; None: 2 on a CPU, from gpu_memory_utilization on a GPU
+    gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV cache
+    enforce_eager: bool = False  # launch kernels one by one instead of replaying graphs
+    tune_kernels: bool = True  # time the kernels of each shape at load, where the cache does not know them
+    cache_dir: str | None = None  # where tuning results last; None: nowhere
     max_pipeline_depth: int = 2  # steps sent and not yet confirmed; 1 is the synchronous mode
     max_queued_requests: int = 1024
     tensor_parallel_size: int = 1
@@ -47,6 +52,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "max_num_batched_tokens": (1, 2**20),
     "num_kv_blocks": (1, 2**31 - 2),
     "kv_cache_gib": (2**-20, 2**20),
+    "gpu_memory_utilization": (0.01, 1.0),
     "max_pipeline_depth": (1, 8),
     "max_queued_requests": (1, 2**20),
     "tensor_parallel_size": (1, 1),

@@ -73,7 +73,8 @@ def run_child(main: Callable[[EngineConfig, Lifeline], None]) -> None:
     A ValueError or OSError is the user's to mend and becomes one line and exit code 2; anything else shows its traceback too and
     ends with 1.
     """
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {main.__module__.split('.')[0]}: %(message)s")
+    role = sys.modules["__main__"].__spec__.parent
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role}: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor's to handle
     lifeline = Lifeline(int(sys.argv[2]))
     try:

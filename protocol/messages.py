@@ -36,10 +36,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False, 
 
 
 class WorkerBegin(Message, frozen=True):
-    """The handshake's end: the worker may expect step 0 of this epoch next."""
+    """The scheduler's answer to WorkerHello. After the worker's WorkerReady comes step 0 of this epoch."""
 
     epoch: int
-    sampled_vocab: int  # ids from here up are never sampled; the tokenizer's size, or the model's
+    tokenizer_size: int  # ids from here up are never sampled; 0: there is no tokenizer
 
 
 class RowJoin(Message, frozen=True):
@@ -87,12 +87,17 @@ class StepDelta(Message, frozen=True):
 # ---- worker -> scheduler ------------------------------------------------------------------------------------------
 
 
-class WorkerReady(Message, frozen=True):
-    """A worker has its weights and its KV pool."""
+class WorkerHello(Message, frozen=True):
+    """A worker is there; answered by WorkerBegin once a frontend is."""
 
     version: int
     epoch: int
     rank: int
+
+
+class WorkerReady(Message, frozen=True):
+    """A worker has its weights, its KV pool and its graphs."""
+
     num_blocks: int
     block_size: int
     num_rows: int
@@ -270,7 +275,7 @@ class Info(ClientMessage, frozen=True):
 encode = msgspec.msgpack.Encoder().encode
 
 decode_to_worker = msgspec.msgpack.Decoder(WorkerBegin | StepDelta).decode
-decode_from_worker = msgspec.msgpack.Decoder(WorkerReady).decode
+decode_from_worker = msgspec.msgpack.Decoder(WorkerHello | WorkerReady).decode
 decode_result = msgspec.msgpack.Decoder(StepResult).decode
 decode_from_frontend = msgspec.msgpack.Decoder(FrontendHello | AddRequest | AbortRequests | GetStats).decode
 decode_to_frontend = msgspec.msgpack.Decoder(SchedulerReady | TokenBatch | Refused | Stats).decode

@@ -5,6 +5,7 @@ Run as `python -m scheduler.main CONFIG_FILE LIFELINE_FD`.
 
 import logging
 import sys
+from collections.abc import Callable
 
 import zmq
 
@@ -20,6 +21,7 @@ from protocol.messages import (
     Stats,
     StepResult,
     WorkerBegin,
+    WorkerHello,
     WorkerReady,
     decode_from_frontend,
     decode_from_worker,
@@ -59,28 +61,45 @@ class Channels:
 
 
 class Handshake:
-    """Gathers the workers' capacities and the frontends' greetings; complete once every worker and one frontend are there."""
+    """Gathers greetings, then the workers' capacities.
+
+    Workers and one frontend greet; the workers hear what the tokenizer knows, and answer with what they can hold.
+    """
 
     def __init__(self, config: EngineConfig):
         self.config = config
-        self.workers: dict[bytes, WorkerReady] = {}
+        self.workers: dict[bytes, WorkerHello] = {}
         self.frontends: dict[bytes, FrontendHello] = {}
+        self.capacities: dict[bytes, WorkerReady] = {}
 
-    def add(self, identity: bytes, message: WorkerReady | FrontendHello) -> None:
+    def add(self, identity: bytes, message: WorkerHello | FrontendHello | WorkerReady) -> None:
         """Raises ValueError when a peer does not belong to this engine."""
+        match message:
+            case WorkerReady():
+                self.capacities[identity] = message
+                return
+            case WorkerHello():
+                self.workers[identity] = message
+            case FrontendHello():
+                self.frontends[identity] = message
         check_handshake(message.version, message.epoch, PROTOCOL_VERSION, self.config.epoch, identity.decode(errors="replace"))
-        if isinstance(message, WorkerReady):
-            self.workers[identity] = message
-        elif isinstance(message, FrontendHello):
-            self.frontends[identity] = message
 
     @property
-    def is_complete(self) -> bool:
+    def has_greetings(self) -> bool:
         return len(self.workers) == self.config.tensor_parallel_size and len(self.frontends) > 0
+
+    @property
+    def has_capacities(self) -> bool:
+        return len(self.capacities) == len(self.workers)
+
+    def begin(self) -> WorkerBegin:
+        """What the workers need to know before they are ready: the smallest tokenizer."""
+        sizes = [hello.tokenizer_size for hello in self.frontends.values() if hello.tokenizer_size]
+        return WorkerBegin(self.config.epoch, min(sizes, default=0))
 
     def limits(self) -> Limits:
         """What all workers can hold. A context longer than the KV pool could never finish, so the limit is lowered to it."""
-        ready = list(self.workers.values())
+        ready = list(self.capacities.values())
         assert len({(worker.block_size, worker.vocab_size, worker.num_rows) for worker in ready}) == 1, "ranks differ"
         block_size, num_blocks = ready[0].block_size, min(worker.num_blocks for worker in ready)
         wanted = min(worker.max_model_len for worker in ready)
@@ -97,11 +116,6 @@ class Handshake:
             max_queued_requests=self.config.max_queued_requests,
         )
 
-    def sampled_vocab(self) -> int:
-        """Ids that the tokenizers know; all of the model's where there is no tokenizer."""
-        vocab_size = next(iter(self.workers.values())).vocab_size
-        return min([vocab_size, *(hello.tokenizer_size for hello in self.frontends.values() if hello.tokenizer_size)])
-
 
 class SchedulerProcess:
     """The loop of the design: requests in, results in, steps out."""
@@ -113,7 +127,6 @@ class SchedulerProcess:
         self.workers = list(handshake.workers)
         self.frontends = list(handshake.frontends)  # a frontend's index here is its number in the scheduler
         self.welcome = SchedulerReady(PROTOCOL_VERSION, config.epoch, limits.max_model_len, limits.vocab_size)
-        channels.workers.send_to_all(self.workers, WorkerBegin(config.epoch, handshake.sampled_vocab()))
         for identity in self.frontends:
             channels.frontends.send_to(identity, self.welcome)
 
@@ -175,14 +188,21 @@ class SchedulerProcess:
 
 
 def shake_hands(config: EngineConfig, channels: Channels) -> Handshake | None:
-    """Wait for the workers and a frontend; None when this process is to stop first."""
+    """Bring workers and a frontend to the point where requests can run; None when this process is to stop first."""
     handshake = Handshake(config)
-    while not handshake.is_complete:
-        if not channels.wait():
-            return None
-        for identity, message in [*channels.workers.drain(), *channels.frontends.drain()]:
-            handshake.add(identity, message)
-    return handshake
+
+    def gather(is_complete: Callable[[], bool]) -> bool:
+        while not is_complete():
+            if not channels.wait():
+                return False
+            for identity, message in [*channels.workers.drain(), *channels.frontends.drain()]:
+                handshake.add(identity, message)
+        return True
+
+    if not gather(lambda: handshake.has_greetings):
+        return None
+    channels.workers.send_to_all(list(handshake.workers), handshake.begin())
+    return handshake if gather(lambda: handshake.has_capacities) else None
 
 
 def main(config: EngineConfig, lifeline: Lifeline) -> None:

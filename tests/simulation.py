@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 import torch
 
-from kernels import reference
+from kernels import reference, reference_rows
 from protocol.messages import (
     AddRequest,
     StepDelta,
@@ -36,7 +36,7 @@ class SimulatedWorker:
         max_blocks = -(-model.max_model_len // limits.block_size)
         self.rows = RowState(limits.num_rows, max_blocks, limits.num_blocks, torch.device("cpu"))
         self.batch = PersistentBatch(self.rows, max_tokens, HostStaging())
-        self.runner = StepRunner(model, reference, self.rows, limits.block_size, model.vocab_size)
+        self.runner = StepRunner(model, reference, reference_rows, self.rows, limits.block_size, model.vocab_size)
         self.num_tokens_run = 0
 
     def run(self, payload: bytes) -> bytes:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from kernels import reference as ops
+from kernels import reference_sampling as ops
 from protocol.messages import NO_TOKEN
 
 DRAWS = 20_000
@@ -154,9 +154,8 @@ def test_filters_on_a_vocabulary_longer_than_the_short_list(parameters):
     logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(8)) * 0.2
     assert len(logits_V) > max(ops.SHORT_LISTS)
     allowed = exact_distribution([float(x) for x in logits_V], 1.0, **{"top_k": 0, "top_p": 1.0, "min_p": 0.0} | parameters)
-    kept = ops._apply_filters(
-        logits_V[None], torch.tensor([parameters.get("top_k", 0)]), torch.tensor([parameters.get("top_p", 1.0)]), torch.zeros(1)
-    )
+    top_k, top_p = torch.tensor([parameters.get("top_k", 0)]), torch.tensor([parameters.get("top_p", 1.0)])
+    kept = ops._apply_filters(ops._scale(logits_V[None], torch.ones(1)), len(logits_V), top_k, top_p, torch.zeros(1))
     got = set(kept[0].isfinite().nonzero()[:, 0].tolist())
     assert len(got ^ set(allowed)) <= 1, "float32 may round the boundary's mass to the other side"
 

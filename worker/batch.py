@@ -101,6 +101,11 @@ class PersistentBatch:
         self._mixed_buffers = StepBuffers(max_tokens, rows.num_rows, rows.block_table_RB)
         self._decode_step: StepBatch | None = None
 
+    @property
+    def decode_rows_B(self) -> Tensor:
+        """The static buffer of a decode step's rows: what the graphs read."""
+        return self._decode_buffers.by_seq["rows_S"]
+
     def apply(self, delta: StepDelta) -> StepBatch:
         """Bring the rows up to date and return the step to run."""
         if delta.step != self.next_step:

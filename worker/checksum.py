@@ -28,6 +28,7 @@ class ChecksumModel:
 
     vocab_size = VOCAB_SIZE
     kv_bytes_per_token = 4
+    device = torch.device("cpu")
 
     def __init__(self, max_model_len: int | None):
         self.max_model_len = min(max_model_len or MAX_MODEL_LEN, MAX_MODEL_LEN)

@@ -1,11 +1,12 @@
 """From a path to a model that is ready to allocate its cache."""
 
 import logging
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-from kernels import reference
+from kernels import ops, reference
 from worker.gguf_weights import GgufFile
 from worker.model import TransformerModel
 from worker.model_config import ModelConfig, load_model_config
@@ -17,30 +18,61 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(path: str, dtype: str, device: str, max_model_len: int | None) -> TransformerModel:
-    """Load a safetensors folder or a .gguf file.
+def load_model(path: str, dtype: str, device: str, max_model_len: int | None, load_format: str = "auto") -> TransformerModel:
+    """Load a safetensors folder or a .gguf file; load_format "dummy" takes a folder's config.json and random weights.
 
     dtype "auto" is float32 on a CPU and the checkpoint's own on a GPU; device "auto" is the GPU where there is one. max_model_len
     None takes the model's limit. Raises ValueError for what the user can mend: path, configuration, weights, limits.
     """
-    source, config = open_checkpoint(Path(path))
+    device = resolve_device(device)
+    config = open_config(Path(path))
     limit = resolve_max_model_len(config, max_model_len)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    run_dtype = resolve_dtype(dtype, config.dtype, device)
-    weights = allocate_weights(config, run_dtype, device)
-    load_weights(source, by_name(weights, config), ignored=["lm_head.weight"] if config.tie_word_embeddings else [])
-    log.info("loaded %s: %s, %.2f GiB in %s", path, config.architecture, weight_bytes(weights, config) / 2**30, run_dtype)
-    return TransformerModel(config, weights, reference, limit)
+    weights = allocate_weights(config, resolve_dtype(dtype, config.dtype, device), device)
+    targets = by_name(weights, config)
+    if load_format == "dummy":
+        fill_randomly(targets)
+    else:
+        load_weights(open_tensors(Path(path)), targets, ignored=["lm_head.weight"] if config.tie_word_embeddings else [])
+    gib, run_dtype = weight_bytes(weights, config) / 2**30, weights.embedding_VD.dtype
+    log.info("loaded %s: %s, %.2f GiB in %s on %s", path, config.architecture, gib, run_dtype, device)
+    return TransformerModel(config, weights, reference if device == "cpu" else ops, limit)
 
 
-def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig]:
-    """A checkpoint's tensors and configuration. Raises ValueError."""
+def resolve_device(asked: str) -> str:
+    """The device to run on. Raises ValueError when a GPU is asked for and there is none."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda needs an NVIDIA GPU and a torch build for it; torch finds none here")
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return asked
+
+
+def fill_randomly(weights: dict[str, torch.Tensor]) -> None:
+    """Random weights of a trained model's magnitude: for measuring speed, which does not depend on them."""
+    torch.manual_seed(0)
+    for name, weight in weights.items():
+        if "norm" in name:
+            weight.fill_(1.0)
+        else:
+            weight.normal_(std=0.02)
+
+
+def open_config(path: Path) -> ModelConfig:
+    """A checkpoint's configuration. Raises ValueError."""
     if path.is_dir():
-        config = load_model_config(path)
-        return SafetensorsFolder(path), config
+        return load_model_config(path)
+    return _gguf_file(path).config
+
+
+def open_tensors(path: Path) -> TensorSource:
+    """A checkpoint's tensors. Raises ValueError."""
+    return SafetensorsFolder(path) if path.is_dir() else _gguf_file(path)
+
+
+@lru_cache(maxsize=1)  # its header takes two seconds to read
+def _gguf_file(path: Path) -> GgufFile:
     if path.is_file() and path.suffix == ".gguf":
-        file = GgufFile(path)
-        return file, file.config
+        return GgufFile(path)
     raise ValueError(f"{path} is neither a model folder nor a .gguf file" if path.exists() else f"{path} does not exist")
 
 

@@ -126,10 +126,15 @@ class TransformerModel:
     def _head(self, b: Buffers, sample_index_N: Tensor) -> Tensor:
         """Only samples get this far: a prompt's other tokens have no use for logits."""
         N = len(sample_index_N)
-        x_ND, residual_ND, head_NV = self.sampled_ND[:N], self.sampled_residual_ND[:N], self.head_NV[:N]
+        x_ND, residual_ND = self.sampled_ND[:N], self.sampled_residual_ND[:N]
         torch.index_select(b.x_TD, 0, sample_index_N, out=x_ND)
         torch.index_select(b.residual_TD, 0, sample_index_N, out=residual_ND)
-        self.ops.add_rms_norm(x_ND, residual_ND, self.weights.final_norm_D, x_ND, self.config.rms_norm_eps)
+        return self.head(residual_ND.add_(x_ND))
+
+    def head(self, residual_ND: Tensor) -> Tensor:
+        """The float32 logits [N, V] that follow the last layer's output, valid until the next step."""
+        N = len(residual_ND)
+        x_ND, head_NV, logits_NV = self.sampled_ND[:N], self.head_NV[:N], self.logits_NV[:N]
+        self.ops.rms_norm(residual_ND, self.weights.final_norm_D, x_ND, self.config.rms_norm_eps)
         self.ops.linear(x_ND, self.weights.head_VD, None, head_NV)
-        logits_NV = self.logits_NV[:N]
         return logits_NV if self.logits_NV is self.head_NV else logits_NV.copy_(head_NV)

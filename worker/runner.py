@@ -6,7 +6,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.reference_rows import advance_rows, gather_contexts, gather_rows
 from worker.batch import StepBatch
 from worker.rows import RowState
 
@@ -17,6 +16,7 @@ class Model(Protocol):
     vocab_size: int
     max_model_len: int
     kv_bytes_per_token: int
+    device: torch.device
 
     def allocate(self, num_blocks: int, block_size: int, max_tokens: int, max_samples: int) -> None:
         """KV pool (one scratch block more than num_blocks) and activation buffers."""
@@ -25,12 +25,23 @@ class Model(Protocol):
         """float32 [N, vocabulary] after the tokens of batch.sample_index_N; KV of all tokens is written."""
 
 
-class StepRunner:
-    """Runs steps over one row state. The sampled tokens stay on the device and are the next step's input there."""
+class Runner(Protocol):
+    """What the worker's loop needs: the step's sampled tokens, int32, whose first batch.num_results are real; valid until the next step."""
 
-    def __init__(self, model: Model, ops: ModuleType, rows: RowState, block_size: int, sampled_vocab: int):
+    def run(self, batch: StepBatch) -> Tensor:
+        """Run one step."""
+
+
+class StepRunner:
+    """Runs any step, op by op. The sampled tokens stay on the device and are the next step's input there.
+
+    ops samples; row_ops are gather_rows, gather_contexts and advance_rows.
+    """
+
+    def __init__(self, model: Model, ops: ModuleType, row_ops: ModuleType, rows: RowState, block_size: int, sampled_vocab: int):
         self.model = model
         self.ops = ops
+        self.row_ops = row_ops
         self.rows = rows
         self.block_size = block_size
         self.sampled_vocab = sampled_vocab
@@ -38,29 +49,33 @@ class StepRunner:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
-        """The step's sampled tokens, int32 [N]; valid until the next step."""
+        """One step of prompt chunks and decoding rows."""
         self._gather(batch)
         logits_NV = self.model.logits(batch)
-        sampled_N = self.sampled_N[: len(batch.sample_rows_N)]
-        self._sample(batch, logits_NV, sampled_N)
-        rows = self.rows
-        advance_rows(batch.rows_S, batch.context_lens_S, batch.sample_rows_N, sampled_N, rows.length_R, rows.last_token_R)
-        return sampled_N
+        return self.sample(batch, logits_NV, batch.positions_T[batch.sample_index_N] + 1)
 
     def _gather(self, batch: StepBatch) -> None:
         rows = self.rows
-        gather_rows(
+        self.row_ops.gather_rows(
             batch.rows_T, batch.known_tokens_T, batch.offsets_T,
             rows.last_token_R, rows.length_R, rows.prompt_len_R, rows.block_table_RB, self.block_size,
             batch.token_ids_T, batch.positions_T, batch.slots_T, batch.prompt_lens_T,
         )  # fmt: skip
-        gather_contexts(batch.rows_S, batch.counts_S, rows.length_R, batch.context_lens_S)
+        self.row_ops.gather_contexts(batch.rows_S, batch.counts_S, rows.length_R, batch.context_lens_S)
 
-    def _sample(self, batch: StepBatch, logits_NV: Tensor, sampled_N: Tensor) -> None:
-        """Noise is keyed by the new token's position, so a step's neighbours and its place in a batch change nothing."""
+    @torch.inference_mode()
+    def sample(self, batch: StepBatch, logits_NV: Tensor, position_N: Tensor) -> Tensor:
+        """Choose the tokens at these positions and write them into the rows; batch.context_lens_S are the rows' new lengths.
+
+        Noise is keyed by the position, so a step's neighbours and a row's place in the batch change nothing.
+        """
         rows, sample_rows_N = self.rows, batch.sample_rows_N
-        position_N = batch.positions_T[batch.sample_index_N] + 1
+        sampled_N = self.sampled_N[: len(sample_rows_N)]
         self.ops.sample(
             logits_NV, rows.temperature_R[sample_rows_N], rows.top_k_R[sample_rows_N], rows.top_p_R[sample_rows_N],
             rows.min_p_R[sample_rows_N], rows.seed_R[sample_rows_N], position_N, self.sampled_vocab, sampled_N,
         )  # fmt: skip
+        self.row_ops.advance_rows(
+            batch.rows_S, batch.context_lens_S, sample_rows_N, sampled_N, rows.length_R, rows.last_token_R
+        )  # fmt: skip
+        return sampled_N

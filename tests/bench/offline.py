@@ -8,11 +8,7 @@ usage: python tests/bench/offline.py [--concurrency 1,4,16] [--new 64] [--repeat
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
-import platform
-import statistics
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -22,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from frontend.client import AsyncClient  # noqa: E402
+from tests.bench.report import facts, quantiles  # noqa: E402
 from tests.engine_process import EngineProcess  # noqa: E402
 
 TOPICS = ("the sea", "old bridges", "how bread rises", "a walk in the snow", "the moons of Jupiter", "repairing a bicycle", "chess", "rain")
@@ -122,20 +119,6 @@ def load_transformers():
     file = model_file()
     model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-
-
-def quantiles(rates: list[float]) -> dict[str, float]:
-    """p20, p50 and p80 of the repeats."""
-    cuts = statistics.quantiles(rates, n=10, method="inclusive")
-    return {"p20": round(cuts[1], 2), "p50": round(statistics.median(rates), 2), "p80": round(cuts[7], 2)}
-
-
-def facts() -> dict[str, str]:
-    """What the figures depend on."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    cpu = next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    return {"commit": commit, "cpu": cpu, "python": platform.python_version(), **versions}
 
 
 def main() -> None:

@@ -1,0 +1,63 @@
+"""The configurations worth timing for a projection, and for the head. What won on an H200 comes first."""
+
+from kernels.head import Head, HeadConfig
+from kernels.library import LibraryConfig
+from kernels.matvec import MatvecConfig
+from kernels.projection import Op, Projection
+from kernels.skinny import SkinnyConfig
+
+Config = MatvecConfig | SkinnyConfig | LibraryConfig
+
+# Beyond this many rows sums of products lose to matrix units.
+MOST_MATVEC_ROWS = 8
+# Fewer rows than this never pay for a norm and an activation of their own.
+FEWEST_LIBRARY_ROWS = 16
+
+# outputs, inputs, splits, early, warps, stages
+_SKINNY = [SkinnyConfig(*c) for c in (
+    (64, 128, 2, 4, 4, 4), (64, 128, 4, 4, 4, 4), (64, 128, 1, 4, 4, 4), (64, 128, 4, 0, 4, 4), (64, 128, 1, 0, 4, 4),
+    (64, 128, 2, 0, 4, 4), (64, 128, 8, 2, 4, 4), (64, 128, 1, 2, 4, 3), (64, 128, 2, 2, 4, 3), (32, 128, 1, 2, 4, 4),
+    (128, 64, 1, 0, 8, 4), (128, 64, 2, 0, 8, 4), (128, 128, 1, 0, 8, 3), (64, 64, 1, 0, 4, 4), (64, 64, 3, 0, 4, 4),
+    (64, 32, 1, 0, 4, 4), (64, 16, 1, 0, 4, 4),
+)]  # fmt: skip
+_SKINNY_HEAD = [SkinnyConfig(*c) for c in (
+    (64, 128, 1, 0, 4, 4), (64, 128, 1, 4, 4, 4), (128, 128, 1, 0, 8, 3), (128, 64, 1, 0, 8, 4), (128, 64, 1, 0, 4, 4),
+    (64, 64, 1, 0, 4, 4), (64, 32, 1, 0, 4, 4), (64, 16, 1, 0, 4, 4),
+)]  # fmt: skip
+
+
+def candidates(projection: Projection) -> list[Config]:
+    """Configurations that fit, at least one. The first is a fair choice where nothing is timed."""
+    p, found = projection, []
+    if p.rows <= MOST_MATVEC_ROWS:
+        found += _matvec(p)
+    found += [config for config in _SKINNY if config.fits(p)]
+    if p.rows >= FEWEST_LIBRARY_ROWS:
+        found.append(LibraryConfig())
+    return found
+
+
+def head_candidates(head: Head) -> list[HeadConfig]:
+    """Configurations that fit the head, at least one. The first is a fair choice where nothing is timed."""
+    found: list[HeadConfig] = []
+    if head.rows <= MOST_MATVEC_ROWS:
+        outputs = 32 if head.rows <= 2 else 16
+        found += [MatvecConfig(outputs, 4, 1024), MatvecConfig(outputs // 2, 4, 1024), MatvecConfig(outputs, 8, 1024)]
+        found += [MatvecConfig(16, 8, 512)]
+    return found + [config for config in _SKINNY_HEAD if head.fits(config)]
+
+
+def _matvec(p: Projection) -> list[MatvecConfig]:
+    """Outputs, warps, inputs at a time, cap on registers. With several rows weights are kept as float32: twice the registers."""
+    if p.rows > 2:
+        return [MatvecConfig(*c) for c in ((8, 8, 1024), (8, 8, 512), (8, 4, 512), (16, 8, 512), (4, 4, 1024))]
+    match p.op:
+        case Op.NORM_LINEAR:
+            return [MatvecConfig(16, 8, 1024), MatvecConfig(8, 8, 2048), MatvecConfig(32, 8, 512), MatvecConfig(8, 4, 1024)]
+        case Op.LINEAR_ADD:
+            whole = min(p.inputs, 3072)
+            cap = 96 if whole == 3072 and p.rows == 1 else None
+            return [MatvecConfig(8, 8, whole, cap), MatvecConfig(8, 8, 2048), MatvecConfig(4, 4, 2048), MatvecConfig(8, 4, 1024)]
+        case Op.NORM_GATE_UP:
+            cap = 128 if p.rows == 1 else None
+            return [MatvecConfig(16, 8, 1024, cap), MatvecConfig(8, 8, 1024), MatvecConfig(8, 8, 2048), MatvecConfig(16, 8, 512)]
