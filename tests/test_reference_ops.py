@@ -73,13 +73,15 @@ def test_foreign_memory_never_reaches_the_result():
     """What a sequence does not own is NaN: unused slots of its last block, other blocks, scratch, stale table entries."""
     k_pool, v_pool = torch.full((9, K, BLOCK, F), torch.nan), torch.full((9, K, BLOCK, F), torch.nan)
     block_table_RB = int32([[0, 1, 8, 8], [2, 3, 4, 5], [6, 7, 7, 7]])
-    for row, context in ((0, 5), (1, 15)):
+    for row, context in ((0, 5), (1, 15), (2, 7)):
         for p in range(context):
             place = (int(block_table_RB[row, p // BLOCK]), slice(None), p % BLOCK)
             k_pool[place], v_pool[place] = random(K, F), random(K, F) + p
-    q_THF = random(4, H, F)
+    q_THF = random(5, H, F)
     out_THF = torch.empty_like(q_THF)
-    ops.paged_attention(q_THF, k_pool, v_pool, plan_for(k_pool, block_table_RB, [(0, 1, 5), (1, 3, 15)]), out_THF, 1.0)
+    plan = plan_for(k_pool, block_table_RB, [(0, 1, 5), (1, 3, 15), (2, 1, 7)])
+    assert len(plan.groups) == 1, "rows 0 and 2 are padded to a common length"
+    ops.paged_attention(q_THF, k_pool, v_pool, plan, out_THF, 1.0)
     assert out_THF.isfinite().all()
 
 

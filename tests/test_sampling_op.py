@@ -131,9 +131,10 @@ def test_top_k_keeps_exactly_k_of_equal_logits():
     assert set(tokens) == {0, 1, 2, 3}
 
 
-def test_top_p_keeps_the_fewest_of_equal_logits():
-    tokens = sample(torch.zeros(2000, 10), top_p=0.35, seed=torch.arange(2000))
-    assert set(tokens) == {0, 1, 2, 3}
+@pytest.mark.parametrize("vocab, top_p, kept", [(10, 0.35, 4), (4, 0.5, 2), (4, 0.51, 3)])
+def test_top_p_keeps_the_fewest_that_reach_it(vocab, top_p, kept):
+    tokens = sample(torch.zeros(2000, vocab), top_p=top_p, seed=torch.arange(2000))
+    assert set(tokens) == set(range(kept))
 
 
 @pytest.mark.parametrize("top_k", [10, 4096, 10**9, -1])
