@@ -1,58 +1,51 @@
 """Scheduler and worker in one process, without sockets: the real planner, deltas, rows and batch around a model of choice."""
 
 from collections import deque
+from collections.abc import Callable
 
+import msgspec
 import numpy as np
-import torch
 
-from kernels import reference, reference_rows
-from protocol.messages import (
-    AddRequest,
-    StepDelta,
-    StepResult,
-    decode_result,
-    decode_to_worker,
-    encode,
-    pack,
-    unpack,
-)
+from protocol.config import EngineConfig
+from protocol.messages import AddRequest, StepDelta, StepResult, decode_result, decode_to_worker, encode, pack, unpack
 from protocol.sampling import RowSampling
 from scheduler.core import Limits, Scheduler
-from worker.batch import PersistentBatch
 from worker.checksum import ChecksumModel
-from worker.rows import RowState
-from worker.runner import StepRunner
-from worker.staging import HostStaging
+from worker.executor import Executor, build_executor
+from worker.runner import Model
 
 GREEDY = RowSampling()
 
 
+def make_executor(model: Model, limits: Limits, **overrides: object) -> Executor:
+    """What the worker process would build for these limits."""
+    config = EngineConfig(
+        model="", served_model_name="", run_dir="", client_address="", epoch=0, tune_kernels=False,
+        max_num_seqs=limits.num_rows, max_num_batched_tokens=limits.max_step_tokens, block_size=limits.block_size,
+        num_kv_blocks=limits.num_blocks, max_pipeline_depth=limits.max_pipeline_depth,
+    )  # fmt: skip
+    return build_executor(msgspec.structs.replace(config, **overrides), model, tokenizer_size=0)
+
+
 class SimulatedWorker:
-    """A worker's loop body; messages pass through the wire format."""
+    """A worker's loop body; messages pass through the wire format. `run` starts a step, the call of what it returns waits for it."""
 
-    def __init__(self, limits: Limits, model):
-        max_tokens = limits.num_rows + limits.max_step_tokens
-        model.allocate(limits.num_blocks, limits.block_size, max_tokens, limits.num_rows)
-        max_blocks = -(-model.max_model_len // limits.block_size)
-        self.rows = RowState(limits.num_rows, max_blocks, limits.num_blocks, torch.device("cpu"))
-        self.batch = PersistentBatch(self.rows, max_tokens, HostStaging())
-        self.runner = StepRunner(model, reference, reference_rows, self.rows, limits.block_size, model.vocab_size)
-        self.num_tokens_run = 0
+    def __init__(self, executor: Executor):
+        self.executor = executor
 
-    def run(self, payload: bytes) -> bytes:
+    def run(self, payload: bytes) -> Callable[[], bytes]:
         """One delta to one result."""
         delta = decode_to_worker(payload)
         assert isinstance(delta, StepDelta)
-        step = self.batch.apply(delta)
-        sampled_N = self.runner.run(step)
-        self.num_tokens_run += len(step.token_ids_T)
-        return encode(StepResult(delta.step, pack(sampled_N[: step.num_results].numpy())))
+        step = self.executor.batch.apply(delta)
+        sampled_N = self.executor.runner.run(step)[: step.num_results].clone()
+        return lambda: encode(StepResult(delta.step, pack(sampled_N.cpu().numpy())))
 
 
 class Simulation:
     """An engine whose results arrive `depth` steps late, as with a pipeline that is always full."""
 
-    def __init__(self, model=None, **limits):
+    def __init__(self, model: Model | None = None, overrides: dict | None = None, **limits):
         model = model or ChecksumModel(None)
         defaults = dict(
             num_rows=8, num_blocks=256, block_size=4, max_model_len=model.max_model_len, vocab_size=model.vocab_size,
@@ -60,8 +53,8 @@ class Simulation:
         )  # fmt: skip
         self.limits = Limits(**{**defaults, **limits})
         self.scheduler = Scheduler(self.limits)
-        self.worker = SimulatedWorker(self.limits, model)
-        self.results: deque[bytes] = deque()
+        self.worker = SimulatedWorker(make_executor(model, self.limits, **(overrides or {})))
+        self.results: deque[Callable[[], bytes]] = deque()
         self.outputs: dict[int, list[int]] = {}
         self.finished: dict[int, str] = {}
         self.message_sizes: list[int] = []
@@ -89,7 +82,7 @@ class Simulation:
             self.most_draining = max(self.most_draining, len(self.scheduler.draining))
         if not self.results:
             return False
-        arrivals = self.scheduler.confirm(decode_result(self.results.popleft()))
+        arrivals = self.scheduler.confirm(decode_result(self.results.popleft()()))
         for _, batch in arrivals.batches():
             handles = np.frombuffer(batch.handles, dtype="<i8")
             for handle, token in zip(handles.tolist(), unpack(batch.tokens).tolist(), strict=True):

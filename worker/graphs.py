@@ -43,6 +43,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, chain: DecodeChain, rows_B: Tensor):
+        self.chain = chain  # a graph keeps none of the memory alive that it reads and writes
         self.graphs: dict[tuple[int, SamplingKind], torch.cuda.CUDAGraph] = {}
         self.outputs: dict[tuple[int, SamplingKind], Tensor] = {}
         before, pool = torch.cuda.memory_reserved(), torch.cuda.graph_pool_handle()
