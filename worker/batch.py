@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.messages import Chunk, StepDelta, unpack
+from protocol.messages import Chunk, StepDelta, pack, unpack
 from worker.rows import RowState, SamplingKind
 from worker.staging import Staging
 
@@ -123,6 +123,11 @@ class PersistentBatch:
         if self._decode_step is None:
             self._decode_step = self._pure_decode_step()
         return self._decode_step
+
+    def padding_step(self, num_tokens: int, num_seqs: int) -> StepBatch:
+        """Prompt chunks of nobody's, to warm up with. They lengthen the scratch row, which must be reset after them."""
+        sizes = [len(part) for part in np.array_split(np.zeros(num_tokens), num_seqs)]
+        return self._mixed_step([Chunk(self.rows.scratch_row, pack(np.zeros(size)), samples=True) for size in sizes])
 
     def _change_decoding(self, on: list[int], off: list[int]) -> None:
         self._is_decoding_R[on] = True

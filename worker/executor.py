@@ -57,11 +57,27 @@ def build_executor(config: EngineConfig, model: Model, tokenizer_size: int) -> E
 
 
 def _gpu_runner(config: EngineConfig, model: Model, rows: RowState, batch: PersistentBatch, sampled_vocab: int) -> Runner:
-    if config.tune_kernels:
+    if config.run_dir:
         compile_ahead(Path(config.run_dir) / "config.json", sampled_vocab)
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     plans = plan_buckets(model, step_sizes(config), sampled_vocab, cache_dir, config.tune_kernels)
     chain = DecodeChain(model, rows, sampled_vocab, plans, pdl=True)
     decode = EagerDecode(chain) if config.enforce_eager else DecodeGraphs(chain, batch.decode_rows_B)
+    others = StepRunner(model, ops, gpu_rows, rows, config.block_size, sampled_vocab)
+    _warm_up(others, batch, config, model)
+    rows.length_R.zero_()
     torch.cuda.synchronize()
-    return GraphRunner(decode, StepRunner(model, ops, gpu_rows, rows, config.block_size, sampled_vocab))
+    return GraphRunner(decode, others)
+
+
+def _warm_up(runner: StepRunner, batch: PersistentBatch, config: EngineConfig, model: Model) -> None:
+    """Run steps of every shape that is a binary of its own: else the first requests would wait for a compiler."""
+    runner.run(batch.padding_step(1, 1))
+    runner.run(batch.padding_step(min(config.max_num_batched_tokens, model.max_model_len - 1), 1))
+    num_seqs = 2
+    while num_seqs < 2 * config.max_num_seqs:
+        num_seqs = min(num_seqs, config.max_num_seqs)
+        batch.staging.begin(0)
+        runner.run(batch.padding_step(num_seqs + 1, num_seqs))
+        torch.cuda.synchronize()
+        num_seqs *= 2

@@ -1,30 +1,34 @@
-"""Compiles the kernels that the tuner will time, in processes of their own: minutes of one core become seconds of many.
+"""Compiles the kernels of decode steps in processes of their own: minutes of one core become seconds of many.
 
 Triton keeps binaries on disk, so the worker finds them there. Run as `python -m worker.precompile CONFIG_FILE TOKENIZER_SIZE SHARE OF`.
 """
 
+import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kernels.candidates import candidates, head_candidates
+from kernels.decode_attention import DecodeConfig, decode_attention_launch, decode_config
+from kernels.device import Launch
 from kernels.head import compile_head
 from protocol.config import EngineConfig, load_config
 from worker.batch import bucket_for
 from worker.decode import head_of, layer_projections
 from worker.loading import open_config, resolve_device, resolve_dtype
 from worker.model_config import ModelConfig
-from worker.tuning import PRODUCTS, tuned_size
+from worker.tuning import PRODUCTS, choices_file, head_key, load_choices, tuned_size
 
 MOST_PROCESSES = 16
 
 
 def compile_ahead(config_file: Path, tokenizer_size: int) -> None:
-    """Compile every candidate of every size, and wait for it. A process that fails leaves its share to the tuner."""
+    """Compile all that a start may need, and wait for it. A process that fails leaves its share to the worker."""
     total = min(os.cpu_count() or 1, MOST_PROCESSES)
     command = [sys.executable, "-m", "worker.precompile", str(config_file), str(tokenizer_size)]
     for process in [subprocess.Popen([*command, str(share), str(total)]) for share in range(total)]:
@@ -36,17 +40,48 @@ def step_sizes(config: EngineConfig) -> list[int]:
     return sorted({bucket_for(count, config.max_num_seqs) for count in range(1, config.max_num_seqs + 1)})
 
 
-def compilations(c: ModelConfig, dtype: torch.dtype, buckets: list[int], sampled_vocab: int) -> Iterator[Callable[[], None]]:
-    """One call for each kernel to compile."""
-    for size in sorted({tuned_size(bucket) for bucket in buckets}):
-        projections = layer_projections(c, dtype, size)
-        for projection in (getattr(projections, name) for name in PRODUCTS):
-            for config in candidates(projection):
-                yield lambda config=config, projection=projection: config.compile(projection, True)
+def representatives(buckets: list[int]) -> list[int]:
+    """Buckets that need different binaries: of those that share a tuned size, the largest and one that does not fill its tiles."""
+    by_size = {size: list(group) for size, group in itertools.groupby(buckets, key=tuned_size)}
+    return sorted({bucket for group in by_size.values() for bucket in (group[0], group[-1])})
+
+
+def compilations(config: EngineConfig, c: ModelConfig, dtype: torch.dtype, sampled_vocab: int) -> Iterator[Callable[[], None]]:
+    """One call for each kernel to compile: the choices that are known; of others every candidate, where they are to be timed."""
+    buckets = step_sizes(config)
+    known = load_choices(choices_file(Path(config.cache_dir))) if config.tune_kernels and config.cache_dir else {}
+
+    def wanted(key: str, found: list, is_tuned_size: bool) -> list:
+        if key in known:
+            return found[known[key] :][:1]
+        return found if config.tune_kernels and is_tuned_size else found[:1]
+
+    for bucket in representatives(buckets):
+        size = tuned_size(bucket)
+        projections, tuned = layer_projections(c, dtype, bucket), layer_projections(c, dtype, size)
+        for projection, key in ((getattr(projections, name), str(getattr(tuned, name))) for name in PRODUCTS):
+            for choice in wanted(key, candidates(projection), bucket == size):
+                yield partial(choice.compile, projection, True)
+        key = head_key(head_of(c, dtype, size, sampled_vocab, has_chance=False))
         for has_chance in (False, True):
-            head = head_of(c, dtype, size, sampled_vocab, has_chance)
-            for config in head_candidates(head):
-                yield lambda config=config, head=head: compile_head(config, head, True)
+            head = head_of(c, dtype, bucket, sampled_vocab, has_chance)
+            for choice in wanted(key, head_candidates(head), bucket == size):
+                yield partial(compile_head, choice, head, True)
+    max_model_len = config.max_model_len or c.max_model_len
+    for attention in {decode_config(bucket, c.num_kv_heads, max_model_len) for bucket in buckets}:
+        yield attention_launch(config, c, dtype, attention, max_model_len).compile
+
+
+def attention_launch(config: EngineConfig, c: ModelConfig, dtype: torch.dtype, attention: DecodeConfig, max_model_len: int) -> Launch:
+    """The launch of a decode step's attention, with types in the tensors' places."""
+    norm = dtype if c.qk_norm else None
+    i32, f32 = torch.int32, torch.float32
+    tensors = (dtype, i32, i32, i32, f32, f32, norm, norm, dtype, dtype, f32, f32, i32, dtype)
+    table_width = -(-max_model_len // config.block_size)
+    return decode_attention_launch(
+        tensors, 1, (c.num_heads, c.num_kv_heads, c.head_dim), config.block_size, c.head_dim**-0.5, config.max_num_seqs, table_width,
+        c.rope.rope_type != "dynamic", c.rms_norm_eps, attention, True,
+    )  # fmt: skip
 
 
 def main(config_file: str, tokenizer_size: int, share: int, total: int) -> None:
@@ -55,7 +90,7 @@ def main(config_file: str, tokenizer_size: int, share: int, total: int) -> None:
     model = open_config(Path(config.model))
     dtype = resolve_dtype(config.dtype, model.dtype, resolve_device(config.device))
     sampled_vocab = min(tokenizer_size or model.vocab_size, model.vocab_size)
-    for compile_one in list(compilations(model, dtype, step_sizes(config), sampled_vocab))[share::total]:
+    for compile_one in list(compilations(config, model, dtype, sampled_vocab))[share::total]:
         compile_one()
 
 

@@ -49,6 +49,11 @@ def _plan(model: TransformerModel, bucket: int, configs: dict[str, Config], head
     return BucketPlan(layer_projections(model.config, model.dtype, bucket), configs, attention_plan(model, bucket), head)
 
 
+def head_key(head: Head) -> str:
+    """The description of a head: greedy or not, over however many ids, the same kernel is the fastest."""
+    return str(replace(head, sampled_vocab=head.vocab, has_chance=False))
+
+
 class FirstChoices:
     """Takes every first candidate."""
 
@@ -78,10 +83,8 @@ class MeasuredChoices(FirstChoices):
 
     def __init__(self, model: TransformerModel, sampled_vocab: int, cache_dir: Path | None):
         super().__init__(model, sampled_vocab)
-        self.file = None if cache_dir is None else cache_dir / f"kernels-{_fingerprint(model)}.json"
-        self.known: dict[str, int] = {}
-        if self.file is not None and self.file.is_file():
-            self.known = msgspec.json.decode(self.file.read_bytes(), type=dict[str, int])
+        self.file = None if cache_dir is None else choices_file(cache_dir)
+        self.known = load_choices(self.file)
 
     def save(self) -> None:
         """Remember the choices for the next start."""
@@ -94,8 +97,7 @@ class MeasuredChoices(FirstChoices):
         return self._fastest(str(projection), found, lambda config: self._projection_launches(name, projection, config))
 
     def _head(self, head: Head) -> HeadConfig:
-        key = str(replace(head, sampled_vocab=head.vocab))
-        return self._fastest(key, head_candidates(head), lambda config: self._head_launches(head, config))
+        return self._fastest(head_key(head), head_candidates(head), lambda config: self._head_launches(head, config))
 
     def _fastest(self, key: str, found: list, launches_of: Callable) -> Config | HeadConfig:
         if key not in self.known or self.known[key] >= len(found):
@@ -150,9 +152,16 @@ def graph_ms(launch: Callable[[], None]) -> float:
     return statistics.median(begin.elapsed_time(end) for begin, end in zip(marks, marks[1:]))
 
 
-def _fingerprint(model: TransformerModel) -> str:
-    """What a choice depends on besides the product itself: the device, the compiler and the kernels' source."""
-    digest = hashlib.sha256(f"{torch.cuda.get_device_name(model.device)} {triton.__version__} {torch.__version__}".encode())
+def load_choices(file: Path | None) -> dict[str, int]:
+    """What earlier starts have measured: the number of the winning candidate by the description of the product."""
+    if file is None or not file.is_file():
+        return {}
+    return msgspec.json.decode(file.read_bytes(), type=dict[str, int])
+
+
+def choices_file(cache_dir: Path) -> Path:
+    """Where choices last, named after all that they depend on besides the product: the device, the compiler, the kernels' source."""
+    digest = hashlib.sha256(f"{torch.cuda.get_device_name()} {triton.__version__} {torch.__version__}".encode())
     for path in sorted(Path(candidates.__code__.co_filename).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return cache_dir / f"kernels-{digest.hexdigest()[:16]}.json"

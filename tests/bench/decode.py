@@ -52,6 +52,7 @@ async def measure(address: str, batches: list[int], vocab: int, repeats: int) ->
             for _ in range(repeats):
                 short, long = await generate(client, prompts, 1), await generate(client, prompts, NEW_TOKENS)
                 steps[batch].append((long - short) / (NEW_TOKENS - 1) * 1e3)
+            print(f"batch {batch}: {[round(ms, 4) for ms in steps[batch]]} ms a step", file=sys.stderr, flush=True)
     return steps
 
 
