@@ -77,7 +77,7 @@ def _warm_up(runner: StepRunner, batch: PersistentBatch, config: EngineConfig, m
     num_seqs = 2
     while num_seqs < 2 * config.max_num_seqs:
         num_seqs = min(num_seqs, config.max_num_seqs)
+        torch.cuda.synchronize()  # the staging buffer is free again
         batch.staging.begin(0)
         runner.run(batch.padding_step(num_seqs + 1, num_seqs))
-        torch.cuda.synchronize()
         num_seqs *= 2

@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--flags", default="", help="more flags for the engine")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peer", action="store_true", help="measure vLLM too, in the same run")
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batches.split(",")]
