@@ -10,8 +10,11 @@ Config = MatvecConfig | SkinnyConfig | LibraryConfig
 
 # Beyond this many rows sums of products lose to matrix units.
 MOST_MATVEC_ROWS = 8
-# Fewer rows than this never pay for a norm and an activation of their own.
+# Up to here they always win (0.6B shape, H200).
+FEW_ROWS = 2
+# Fewer rows than this never pay for a norm and an activation of their own; from MANY_ROWS on they always do.
 FEWEST_LIBRARY_ROWS = 16
+MANY_ROWS = 128
 
 # outputs, inputs, splits, early, warps, stages
 _SKINNY = [SkinnyConfig(*c) for c in (
@@ -28,13 +31,15 @@ _SKINNY_HEAD = [SkinnyConfig(*c) for c in (
 
 def candidates(projection: Projection) -> list[Config]:
     """Configurations that fit, at least one. The first is a fair choice where nothing is timed."""
-    p, found = projection, []
-    if p.rows <= MOST_MATVEC_ROWS:
-        found += _matvec(p)
-    found += [config for config in _SKINNY if config.fits(p)]
-    if p.rows >= FEWEST_LIBRARY_ROWS:
-        found.append(LibraryConfig())
-    return found
+    p = projection
+    sums = _matvec(p) if p.rows <= MOST_MATVEC_ROWS else []
+    tiles = [config for config in _SKINNY if config.fits(p)]
+    library = [LibraryConfig()] if p.rows >= FEWEST_LIBRARY_ROWS else []
+    if p.rows <= FEW_ROWS:
+        return sums + tiles
+    if library and (p.rows >= MANY_ROWS or p.op is Op.NORM_GATE_UP):
+        return library + tiles
+    return tiles + sums + library
 
 
 def head_candidates(head: Head) -> list[HeadConfig]:
