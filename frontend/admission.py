@@ -13,6 +13,7 @@ from protocol.sampling import RowSampling, SamplingParams, check_sampling, row_s
 
 # No model's ids stand for more characters on average, save in runs of blanks; longer texts are refused before they cost time.
 MAX_CHARS_PER_TOKEN = 64
+MAX_SALT_BYTES = 256
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -30,6 +31,7 @@ class Admitted(msgspec.Struct, frozen=True):
     end_ids: frozenset[int]
     stops: list[str]
     sampling: RowSampling
+    salt: bytes = b""  # of the prefix cache
 
 
 class Admission:
@@ -54,6 +56,8 @@ class Admission:
         given = [name for name in ("prompt", "prompt_ids", "messages") if getattr(request, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of prompt, prompt_ids and messages, got {' and '.join(given) or 'none'}")
+        if request.messages == []:
+            raise ValueError("messages is empty; it takes at least one")
         return request.prompt_ids is None
 
     async def prompt_ids_of_text(self, request: Generate) -> list[int]:
@@ -63,8 +67,11 @@ class Admission:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, self._tokenize, request.prompt, request.messages)
 
-    def admit(self, prompt_ids: list[int], params: SamplingParams) -> Admitted:
+    def admit(self, prompt_ids: list[int], params: SamplingParams, cache_salt: str | None = None) -> Admitted:
         """Check ids and parameters against the limits and resolve the rest."""
+        salt = (cache_salt or "").encode("utf-8", "surrogatepass")
+        if len(salt) > MAX_SALT_BYTES:
+            raise ValueError(f"cache_salt may have at most {MAX_SALT_BYTES} bytes, got {len(salt)}")
         check_sampling(params, self.limits.vocab_size)
         self._check_prompt(prompt_ids)
         room = self.limits.max_model_len - len(prompt_ids)
@@ -74,6 +81,7 @@ class Admission:
             end_ids=self._end_ids(params),
             stops=params.stop_strings,
             sampling=row_sampling(params, self.random.getrandbits(64) - 2**63),
+            salt=salt,
         )
 
     def _tokenize(self, prompt: str | None, messages: list[ChatMessage] | None) -> list[int]:

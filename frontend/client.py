@@ -1,4 +1,4 @@
-"""Clients of the ZMQ API: `Client` blocks, `AsyncClient` is for asyncio. Needs pyzmq and msgspec only.
+"""Clients of the ZMQ API: `Client` blocks, `AsyncClient` is for asyncio. Needs pyzmq, msgspec and numpy only.
 
     with Client() as client:
         for output in client.generate("Once upon a time", max_tokens=32):
@@ -79,6 +79,7 @@ class Client:
         prompt_ids: list[int] | None = None,
         messages: Messages | None = None,
         stream: bool = True,
+        cache_salt: str | None = None,
         **sampling: object,
     ) -> Generator[Output]:
         """Outputs as they come, the last with a finish_reason. Closing the generator early cancels the request."""
@@ -87,7 +88,7 @@ class Client:
         replies = self.replies[request_id] = deque()
         check, finished = ReplyCheck(), False
         try:
-            self._send(build_request(request_id, prompt, prompt_ids, messages, stream, sampling))
+            self._send(build_request(request_id, prompt, prompt_ids, messages, stream, cache_salt, sampling))
             while not finished:
                 deadline = _deadline(self.timeout)
                 while not replies:
@@ -97,7 +98,7 @@ class Client:
                 yield check.check(reply)
         finally:
             del self.replies[request_id]
-            if not finished:
+            if not finished and not self.socket.closed:  # a generator may outlive its client
                 self._send(Cancel(request_id))
 
     def complete(self, prompt: str | None = None, **request: object) -> Completion:
@@ -183,6 +184,7 @@ class AsyncClient:
         prompt_ids: list[int] | None = None,
         messages: Messages | None = None,
         stream: bool = True,
+        cache_salt: str | None = None,
         **sampling: object,
     ) -> AsyncGenerator[Output]:
         """Outputs as they come, the last with a finish_reason. Closing the generator early (`aclosing`) cancels the request."""
@@ -191,14 +193,14 @@ class AsyncClient:
         replies = self.replies[request_id] = asyncio.Queue()
         check, finished = ReplyCheck(), False
         try:
-            await self._send(build_request(request_id, prompt, prompt_ids, messages, stream, sampling))
+            await self._send(build_request(request_id, prompt, prompt_ids, messages, stream, cache_salt, sampling))
             while not finished:
                 reply = await self._within(self.timeout, replies.get())
                 finished = isinstance(reply, Error) or reply.finish_reason is not None
                 yield check.check(reply)
         finally:
             del self.replies[request_id]
-            if not finished:
+            if not finished and not self.socket.closed:
                 await self._send(Cancel(request_id))
 
     async def complete(self, prompt: str | None = None, **request: object) -> Completion:

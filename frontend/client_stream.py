@@ -49,12 +49,13 @@ def build_request(
     prompt_ids: list[int] | None,
     messages: Messages | None,
     stream: bool,
+    cache_salt: str | None,
     sampling: dict[str, object],
 ) -> Generate:
     """A request. Raises ValueError for a parameter that SamplingParams does not know, or a wrong type."""
     turns = None if messages is None else msgspec.convert(messages, list[ChatMessage], from_attributes=True)
     params = msgspec.convert(sampling, SamplingParams)
-    return Generate(request_id, prompt, prompt_ids, turns, params, stream)
+    return Generate(request_id, prompt, prompt_ids, turns, params, stream, cache_salt)
 
 
 def encode_request(message: ClientMessage) -> bytes:

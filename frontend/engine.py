@@ -43,6 +43,7 @@ class EngineClient:
                 max_tokens=request.max_tokens,
                 end_ids=sorted(request.end_ids),
                 sampling=request.sampling,
+                salt=request.salt,
             )
         )
         self.open[handle] = OpenRequest(len(request.prompt_ids), request.end_ids, detokenizer, request.stops, listener)
@@ -87,6 +88,9 @@ class EngineClient:
         self._tell(touched)
 
     def _take_tokens(self, batch: TokenBatch, touched: dict[int, OpenRequest]) -> None:
+        for started in batch.started:
+            if started.handle in self.open:
+                self.open[started.handle].num_cached = started.num_cached
         handles = np.frombuffer(batch.handles, dtype="<i8").tolist()
         for handle, token in zip(handles, unpack(batch.tokens).tolist(), strict=True):
             request = self.open.get(handle)

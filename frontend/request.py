@@ -43,6 +43,7 @@ class OpenRequest:
         self.detokenizer = detokenizer
         self.stops = StopStrings(stops)
         self.listener = listener
+        self.num_cached = 0  # prompt tokens found in the prefix cache
         self.num_generated = 0
         self.text = ""
         self.token_ids: list[int] = []
@@ -69,7 +70,7 @@ class OpenRequest:
 
     def take_delta(self) -> Delta:
         """What came since the last call."""
-        usage = None if self.finish_reason is None else Usage(self.num_prompt, self.num_generated)
+        usage = None if self.finish_reason is None else Usage(self.num_prompt, self.num_generated, self.num_cached)
         delta = Delta(self.text, self.token_ids, self.finish_reason, usage)
         self.text, self.token_ids = "", []
         return delta

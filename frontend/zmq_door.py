@@ -15,7 +15,6 @@ from frontend.pump import Pump
 from frontend.request import Delta, Failure
 from protocol.address import DOOR_VERSION, MAX_DOOR_BYTES
 from protocol.messages import Cancel, Error, Generate, GetInfo, Info, KeepAlive, Output, Usage, decode_from_client
-from protocol.sampling import SamplingParams
 from protocol.transport import DECODE_ERRORS
 
 log = logging.getLogger(__name__)
@@ -132,7 +131,7 @@ class ZmqDoor:
         request = requests[message.request_id] = ClientRequest(identity, message.request_id, message.stream)
         try:
             if not self.admission.needs_text(message):
-                self._submit(request, message.prompt_ids, message.sampling)
+                self._submit(request, message, message.prompt_ids)
             elif self.num_tokenizing < MAX_TOKENIZING:
                 request.tokenizing = self._start(self._tokenize_and_submit(request, message))
             else:
@@ -144,14 +143,14 @@ class ZmqDoor:
         self.num_tokenizing += 1
         try:
             prompt_ids = await self.admission.prompt_ids_of_text(message)
-            self._submit(request, prompt_ids, message.sampling)
+            self._submit(request, message, prompt_ids)
         except ValueError as error:
             self._end(request, Error(request.request_id, 400, str(error)))
         finally:
             self.num_tokenizing -= 1
 
-    def _submit(self, request: ClientRequest, prompt_ids: list[int], sampling: SamplingParams) -> None:
-        admitted = self.admission.admit(prompt_ids, sampling)
+    def _submit(self, request: ClientRequest, message: Generate, prompt_ids: list[int]) -> None:
+        admitted = self.admission.admit(prompt_ids, message.sampling, message.cache_salt)
         try:
             request.handle = self.engine.submit(admitted, functools.partial(self._on_news, request))
         except zmq.Again:

@@ -53,12 +53,12 @@ class RowJoin(Message, frozen=True):
     sampling: RowSampling
 
 
-class BlockGrant(Message, frozen=True):
-    """Blocks appended to a row's block table, which holds `held` already."""
+class BlockGrants(Message, frozen=True):
+    """Blocks for block tables: blocks[i] goes to place places[i] of row rows[i] (packed, like all ids)."""
 
-    row: int
-    held: int
-    blocks: bytes
+    rows: bytes = b""
+    places: bytes = b""
+    blocks: bytes = b""
 
 
 class Chunk(Message, frozen=True):
@@ -78,7 +78,7 @@ class StepDelta(Message, frozen=True):
 
     step: int
     joins: list[RowJoin] = []
-    grants: list[BlockGrant] = []
+    grants: BlockGrants | None = None
     decode_on: list[int] = []  # rows that decode from this step on
     decode_off: list[int] = []  # rows that no longer decode
     chunks: list[Chunk] = []
@@ -132,6 +132,7 @@ class AddRequest(Message, frozen=True):
     max_tokens: int  # counts generated ones too
     end_ids: list[int]  # end-of-sequence ids (unless ignored) and the request's own stop ids
     sampling: RowSampling
+    salt: bytes = b""  # only requests of the same salt share prefix blocks
 
 
 class AbortRequests(Message, frozen=True):
@@ -163,12 +164,20 @@ class Finished(Message, frozen=True):
     reason: FinishReason
 
 
+class Started(Message, frozen=True):
+    """A request has left the queue for the first time; comes before its first token or with it."""
+
+    handle: int
+    num_cached: int  # prompt tokens whose KV was found in the prefix cache
+
+
 class TokenBatch(Message, frozen=True):
     """The new tokens of one step for one frontend: tokens[i] belongs to handles[i] (int64 bytes)."""
 
     handles: bytes
     tokens: bytes
     finished: list[Finished]
+    started: list[Started] = []
 
 
 class Refused(Message, frozen=True):
@@ -184,7 +193,8 @@ class Stats(Message, frozen=True):
 
     num_running: int
     num_waiting: int
-    free_blocks: int
+    free_blocks: int  # that may be given out: unused ones and idle ones
+    idle_blocks: int  # held by nobody, kept for their content
     total_blocks: int
     free_rows: int
     total_rows: int
@@ -192,6 +202,8 @@ class Stats(Message, frozen=True):
     num_preemptions: int
     num_steps: int
     num_generated_tokens: int
+    num_prompt_tokens: int  # of admissions, also after preemptions
+    num_cached_tokens: int  # of these, found in the prefix cache
     num_malformed: int
 
 
@@ -218,6 +230,7 @@ class Generate(ClientMessage, frozen=True):
     messages: list[ChatMessage] | None = None
     sampling: SamplingParams = SamplingParams()
     stream: bool = True
+    cache_salt: str | None = None  # the prefix cache is shared among requests of the same salt only
 
 
 class Cancel(ClientMessage, frozen=True):
@@ -235,6 +248,7 @@ class Usage(msgspec.Struct, frozen=True):
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # prompt tokens whose KV was found in the prefix cache
 
 
 class Output(ClientMessage, frozen=True):

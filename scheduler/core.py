@@ -13,12 +13,13 @@ import numpy as np
 from protocol.messages import (
     NO_TOKEN,
     AddRequest,
-    BlockGrant,
+    BlockGrants,
     Chunk,
     Finished,
     FinishReason,
     Refused,
     RowJoin,
+    Started,
     StepDelta,
     StepResult,
     TokenBatch,
@@ -27,7 +28,8 @@ from protocol.messages import (
 )
 from scheduler.blocks import BlockPool
 from scheduler.delta import DeltaBuilder
-from scheduler.policy import StepPlan, blocks_for, can_admit, plan_step
+from scheduler.prefix import NoPrefixIndex, PrefixIndex
+from scheduler.policy import StepPlan, blocks_for, can_admit, lease_size, plan_step
 from scheduler.table import MAX_END_IDS, Request, RequestTable
 
 
@@ -43,6 +45,7 @@ class Limits:
     max_step_tokens: int
     max_pipeline_depth: int
     max_queued_requests: int
+    enable_prefix_caching: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,24 +65,27 @@ class Arrivals:
     handles: np.ndarray
     tokens: np.ndarray
     finished: list[tuple[int, Finished]]
+    started: list[tuple[int, Started]]
 
     def batches(self) -> list[tuple[int, TokenBatch]]:
         """One message for each frontend concerned."""
-        names = sorted({*np.unique(self.frontends).tolist(), *(frontend for frontend, _ in self.finished)})
+        names = sorted({*self.frontends.tolist(), *(frontend for frontend, _ in self.finished + self.started)})
         return [(frontend, self._batch(frontend)) for frontend in names]
 
     def _batch(self, frontend: int) -> TokenBatch:
         mine = self.frontends == frontend
-        finished = [message for owner, message in self.finished if owner == frontend]
-        return TokenBatch(self.handles[mine].astype("<i8").tobytes(), pack(self.tokens[mine]), finished)
+        finished, started = ([m for owner, m in messages if owner == frontend] for messages in (self.finished, self.started))
+        return TokenBatch(self.handles[mine].astype("<i8").tobytes(), pack(self.tokens[mine]), finished, started)
 
 
 class Scheduler:
-    """Requests, rows and blocks. Invariant: each block is free or in one row's table; each request is in one of three places."""
+    """Requests, rows and blocks. Invariant: a block has as many holders as tables name it; each request is in one of three places."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
+        make_index = PrefixIndex if limits.enable_prefix_caching else NoPrefixIndex
+        self.prefixes = make_index(self.pool, limits.block_size)
         self.table = RequestTable(limits.num_rows, limits.max_model_len, limits.block_size)
         self.deltas = DeltaBuilder(limits.num_rows)
         self.in_flight: deque[Plan] = deque()
@@ -87,6 +93,8 @@ class Scheduler:
         self.waiting: list[Request] = []  # oldest first
         self.draining: dict[int, Request] = {}  # by the generation of the row that it lost
         self.num_arrived = self.num_preemptions = self.num_generated_tokens = 0
+        self.started: list[tuple[int, Started]] = []  # to be told with the next tokens
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # of admissions, and found in the prefix index
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -107,6 +115,7 @@ class Scheduler:
             limit=min(prompt_len + message.max_tokens, self.limits.max_model_len),
             end_ids=np.asarray(message.end_ids, dtype=np.int32),
             sampling=message.sampling,
+            salt=message.salt,
         )
         self.num_arrived += 1
         self.requests[frontend, message.handle] = request
@@ -163,7 +172,7 @@ class Scheduler:
         left = table.prefill_end_R[prompt_rows] - table.num_computed_R[prompt_rows]
         step = plan_step(table.decoding_rows(), prompt_rows, left, self.limits.max_step_tokens)
         if step.is_empty:
-            assert not joins and not grants
+            assert not joins and grants is None
             return None
         chunks = self._chunks(step)
         rows = np.concatenate([step.decode_rows, step.chunk_rows[[chunk.samples for chunk in chunks]]])
@@ -172,33 +181,63 @@ class Scheduler:
         self.in_flight.append(plan)
         return plan
 
-    def _grow(self) -> list[BlockGrant]:
-        """Give each decoding row a block for its next token, preempting the newest requests where blocks run out."""
+    def _grow(self) -> BlockGrants | None:
+        """Lease blocks to the decoding rows that have none for their next token, preempting the newest requests where they run out."""
         full = self.table.full_rows(self.table.decoding_rows())
+        if len(full) > self.pool.num_free:
+            self._take_back_leases()
         while len(full) > self.pool.num_free:
             self._preempt(int(self.table.running_rows()[-1]))
             full = self.table.full_rows(self.table.decoding_rows())
-        grants = []
-        for row in full.tolist():
-            blocks = self.pool.take(1)
-            grants.append(BlockGrant(row, int(self.table.num_blocks_R[row]), pack(blocks)))
-            self.table.append_blocks(row, blocks)
-        return grants
+        if len(full) == 0:
+            return None
+        rows, places = self.table.lease_places(full, lease_size(self.pool.num_free, self.table.num_running))
+        blocks = self._take(len(rows))
+        self.table.write_leases(rows, places, blocks)
+        return BlockGrants(pack(rows), pack(places), pack(blocks))
+
+    def _take_back_leases(self) -> None:
+        self.pool.give(self.table.take_back_leases())
 
     def _admit(self) -> list[RowJoin]:
         """Move requests from the queue into rows, oldest first, while rows and blocks last."""
         joins = []
         while self.waiting and self.table.num_free_rows:
-            request = self.waiting[0]
-            needed = blocks_for(len(request.tokens) + 1, self.limits.block_size)
-            if not can_admit(needed, self.pool.num_free, self.table.num_running):
+            join = self._admit_one(self.waiting[0])
+            if join is None:
+                self._take_back_leases()
+                join = self._admit_one(self.waiting[0])
+            if join is None:
                 break
             del self.waiting[0]
-            blocks = self.pool.take(needed)
-            row = self.table.admit(request, blocks)
-            generation = int(self.table.generation_R[row])
-            joins.append(RowJoin(row, generation, request.prompt_len, 0, pack(blocks), request.sampling))
+            joins.append(join)
         return joins
+
+    def _admit_one(self, request: Request) -> RowJoin | None:
+        """Give a request a row and blocks, those of its prefix shared where they are indexed; None when blocks are short."""
+        free, num_running = self.pool.num_free, self.table.num_running
+        if not can_admit(1, free, num_running):
+            return None  # not worth hashing its prompt
+        shared, key = self.prefixes.find(request.tokens, request.salt)
+        num_new = blocks_for(len(request.tokens) + 1, self.limits.block_size) - len(shared)
+        if not can_admit(num_new + self.pool.count_idle(shared), free, num_running):
+            return None
+        self.pool.share(shared)
+        blocks = np.concatenate([np.array(shared, dtype=np.int32), self._take(num_new)])
+        row = self.table.admit(request, blocks, len(shared), key)
+        num_computed = int(self.table.num_computed_R[row])
+        self.num_prompt_tokens += len(request.tokens)
+        self.num_cached_tokens += num_computed
+        if not request.was_admitted:
+            request.was_admitted = True
+            self.started.append((request.frontend, Started(request.handle, num_computed)))
+        generation = int(self.table.generation_R[row])
+        return RowJoin(row, generation, request.prompt_len, num_computed, pack(blocks), request.sampling)
+
+    def _take(self, count: int) -> np.ndarray:
+        blocks = self.pool.take(count)
+        self.prefixes.forget_evicted()
+        return blocks
 
     def _chunks(self, step: StepPlan) -> list[Chunk]:
         table, chunks = self.table, []
@@ -212,6 +251,17 @@ class Scheduler:
         self.table.num_computed_R[step.decode_rows] += 1
         self.table.num_computed_R[step.chunk_rows] += step.chunk_sizes
         self.table.num_planned_R[sampling_rows] += 1
+        self._publish(step.chunk_rows)  # whoever is admitted later runs later
+
+    def _publish(self, rows: np.ndarray) -> None:
+        """Index the blocks that have become full of known and computed tokens."""
+        table = self.table
+        for row in table.publishable_rows(rows).tolist():
+            first = int(table.num_published_R[row])
+            end = int(min(table.num_known_R[row], table.num_computed_R[row])) // self.limits.block_size
+            tokens, blocks = table.tokens_RL[row], table.block_table_RB[row]
+            table.prefix_key[row] = self.prefixes.publish(tokens, blocks, first, end, table.prefix_key[row])
+            table.num_published_R[row] = end
 
     def _preempt(self, row: int) -> None:
         """Take row and blocks away; the request is computed anew once all that it sampled has arrived."""
@@ -254,12 +304,14 @@ class Scheduler:
         known = table.num_known_R[rows]
         table.tokens_RL[rows, known] = tokens
         table.num_known_R[rows] = known + 1
-        ended = (table.end_ids_RE[rows] == tokens[:, None]).any(axis=1)
+        ended = (table.end_ids_RE[rows, : table.num_end_ids] == tokens[:, None]).any(axis=1)
         full = known + 1 >= table.limit_R[rows]
         broken = tokens == NO_TOKEN
         ended &= ~broken  # NO_TOKEN equals NO_ID, the filler of an end-id column
         kept = ~broken
-        arrivals = Arrivals(table.frontend_R[rows][kept], table.handle_R[rows][kept], tokens[kept], [])
+        self._publish(rows[kept])
+        arrivals = Arrivals(table.frontend_R[rows][kept], table.handle_R[rows][kept], tokens[kept], [], self.started)
+        self.started = []
         for i in np.flatnonzero(ended | full | broken).tolist():
             request = self._release(int(rows[i]))
             self._finish(request, "error" if broken[i] else "stop" if ended[i] else "length", arrivals)
@@ -301,8 +353,9 @@ class Scheduler:
         """Assert the invariant."""
         self.pool.check()
         self.table.check()
+        self.prefixes.check()
         held = np.concatenate([self.table.blocks(row) for row in range(self.limits.num_rows)])
-        assert len(np.unique(held)) == len(held) == self.pool.num_blocks - self.pool.num_free
+        assert (np.bincount(held, minlength=self.pool.num_blocks) == self.pool.num_holders).all()
         places = [*self.waiting, *self.draining.values(), *filter(None, self.table.requests)]
         assert sorted(map(id, places)) == sorted(map(id, self.requests.values()))
         assert all(request.num_in_flight > 0 for request in self.draining.values())

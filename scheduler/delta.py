@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from protocol.messages import BlockGrant, Chunk, RowJoin, StepDelta
+from protocol.messages import BlockGrants, Chunk, RowJoin, StepDelta
 
 
 class DeltaBuilder:
@@ -13,7 +13,7 @@ class DeltaBuilder:
         self._decodes_R = np.zeros(num_rows, dtype=bool)
 
     def build(
-        self, decode_rows: np.ndarray, joins: list[RowJoin], grants: list[BlockGrant], chunks: list[Chunk]
+        self, decode_rows: np.ndarray, joins: list[RowJoin], grants: BlockGrants | None, chunks: list[Chunk]
     ) -> StepDelta:
         """The next step's delta; of constant size while the same rows decode on."""
         decodes_R = np.zeros_like(self._decodes_R)

@@ -8,6 +8,9 @@ import numpy as np
 # that a budget smaller than the batch starves nobody.
 LEAST_PROMPT_SHARE = 4
 
+# Blocks granted at once to a decoding row while the pool has room for twice that in every row.
+MOST_LEASED = 4
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -67,3 +70,8 @@ def can_admit(needed_blocks: int, free_blocks: int, num_running: int) -> bool:
     """Whether a request may start: its known tokens and its first own one have blocks, and each running row could still grow
     by one. Without that reserve, a newcomer would be preempted by the next step's growth."""
     return needed_blocks + num_running <= free_blocks or (num_running == 0 and needed_blocks <= free_blocks)
+
+
+def lease_size(free_blocks: int, num_running: int) -> int:
+    """Blocks for a row that needs one: several ahead while the pool is roomy, so that most decode steps grant none."""
+    return MOST_LEASED if free_blocks >= 2 * MOST_LEASED * num_running else 1

@@ -29,6 +29,8 @@ class Request:
     limit: int  # tokens in all, the prompt included
     end_ids: np.ndarray
     sampling: RowSampling
+    salt: bytes = b""  # requests share prefix blocks only with those of the same salt
+    was_admitted: bool = False
     row: int | None = None
     num_in_flight: int = 0  # sampled tokens of a preempted request that are still to arrive
 
@@ -54,6 +56,9 @@ class RequestTable:
         self.prefill_end_R = np.zeros(R, dtype=np.int32)
         self.limit_R = np.zeros(R, dtype=np.int32)
         self.num_blocks_R = np.zeros(R, dtype=np.int32)
+        self.num_published_R = np.zeros(R, dtype=np.int32)  # leading blocks that the prefix index has been shown
+        self.prefix_key: list[bytes] = [b""] * R  # the hash of those blocks
+        self.num_end_ids = 0  # columns of end_ids_RE that any row has used
         self.end_ids_RE = np.full((R, MAX_END_IDS), NO_ID, dtype=np.int32)
         # Zeroed pages cost memory only once written, so the width may be the longest context.
         self.tokens_RL = np.zeros((R, L), dtype=np.int32)
@@ -70,8 +75,8 @@ class RequestTable:
     def num_running(self) -> int:
         return len(self.requests) - len(self._free_rows)
 
-    def admit(self, request: Request, blocks: np.ndarray) -> int:
-        """Give the request a free row under a new generation; its blocks hold no computed token yet."""
+    def admit(self, request: Request, blocks: np.ndarray, num_shared: int, prefix_key: bytes) -> int:
+        """Give the request a free row under a new generation. The first num_shared blocks, of hash prefix_key, are computed already."""
         row = heapq.heappop(self._free_rows)
         self._last_generation += 1
         known = len(request.tokens)
@@ -80,10 +85,13 @@ class RequestTable:
         self.frontend_R[row] = request.frontend
         self.handle_R[row] = request.handle
         self.num_known_R[row] = self.num_planned_R[row] = self.prefill_end_R[row] = known
-        self.num_computed_R[row] = 0
+        self.num_computed_R[row] = num_shared * self.block_size
+        self.num_published_R[row] = num_shared
+        self.prefix_key[row] = prefix_key
         self.limit_R[row] = request.limit
         self.end_ids_RE[row] = NO_ID
         self.end_ids_RE[row, : len(request.end_ids)] = request.end_ids
+        self.num_end_ids = max(self.num_end_ids, len(request.end_ids))
         self.tokens_RL[row, :known] = request.tokens
         self.num_blocks_R[row] = 0
         self.append_blocks(row, blocks)
@@ -113,6 +121,33 @@ class RequestTable:
         self.block_table_RB[row, held : held + len(blocks)] = blocks
         self.num_blocks_R[row] += len(blocks)
 
+    def lease_places(self, rows: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Up to `most` more blocks for each of the rows, none beyond its limit: rows and places in their tables, flat."""
+        held = self.num_blocks_R[rows]
+        useful = -(-self.limit_R[rows] // self.block_size) - held
+        counts = np.minimum(useful, most)
+        firsts = np.repeat(np.cumsum(counts) - counts, counts)
+        return np.repeat(rows, counts), np.repeat(held, counts) + np.arange(counts.sum()) - firsts
+
+    def write_leases(self, rows: np.ndarray, places: np.ndarray, blocks: np.ndarray) -> None:
+        """Append leased blocks to block tables; see `lease_places`."""
+        self.block_table_RB[rows, places] = blocks
+        np.add.at(self.num_blocks_R, rows, 1)
+
+    def take_back_leases(self) -> np.ndarray:
+        """The blocks that decoding rows hold beyond their next token, taken out of their tables.
+
+        The worker's tables go on naming them, which does no harm: a row's length never reaches them without a new grant.
+        """
+        rows = self.decoding_rows()
+        needed = self.num_computed_R[rows] // self.block_size + 1
+        ahead = rows[self.num_blocks_R[rows] > needed]
+        ends = needed[self.num_blocks_R[rows] > needed]
+        blocks = [self.block_table_RB[row, end : self.num_blocks_R[row]] for row, end in zip(ahead, ends, strict=True)]
+        taken = np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.int32)
+        self.num_blocks_R[ahead] = ends
+        return taken
+
     def decoding_rows(self) -> np.ndarray:
         """Rows whose next token is computed from their last one and may be sampled, in ascending order."""
         ready_R = (self.num_computed_R >= self.prefill_end_R) & (self.num_planned_R < self.limit_R) & (self.generation_R > 0)
@@ -132,6 +167,11 @@ class RequestTable:
         """Those of `rows` whose next token has no block yet."""
         return rows[self.num_computed_R[rows] >= self.num_blocks_R[rows] * self.block_size]
 
+    def publishable_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Those of `rows` with a block of known, computed tokens that the prefix index has not been shown."""
+        num_full = np.minimum(self.num_known_R[rows], self.num_computed_R[rows]) // self.block_size
+        return rows[num_full > self.num_published_R[rows]]
+
     def check(self) -> None:
         """Assert the invariant of every row."""
         used = np.flatnonzero(self.generation_R)
@@ -139,5 +179,6 @@ class RequestTable:
         assert (self.num_computed_R[used] <= self.num_planned_R[used]).all()
         assert (self.num_known_R[used] <= self.num_planned_R[used]).all()
         assert (self.num_planned_R[used] <= self.limit_R[used]).all()
+        assert (self.num_published_R[used] * self.block_size <= np.minimum(self.num_known_R, self.num_computed_R)[used]).all()
         assert (self.num_computed_R[used] <= self.num_blocks_R[used] * self.block_size).all()
         assert len(np.unique(self.generation_R[used])) == len(used)

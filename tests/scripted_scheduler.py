@@ -81,7 +81,7 @@ class ScriptedScheduler(threading.Thread):
                 for handle in handles:
                     self.running.pop(handle, None)
             case GetStats():
-                self.send(Stats(len(self.running), *[0] * 10))
+                self.send(Stats(len(self.running), *[0] * 13))
 
     def output_of(self, request: AddRequest) -> list[int]:
         prompt = unpack(request.prompt).tolist()

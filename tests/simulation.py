@@ -57,14 +57,15 @@ class Simulation:
         self.results: deque[Callable[[], bytes]] = deque()
         self.outputs: dict[int, list[int]] = {}
         self.finished: dict[int, str] = {}
+        self.num_cached: dict[int, int] = {}
         self.message_sizes: list[int] = []
         self.most_draining = 0
 
     def add(
-        self, handle: int, prompt: list[int], max_tokens: int, end_ids=(), sampling: RowSampling = GREEDY, generated=()
+        self, handle: int, prompt: list[int], max_tokens: int, end_ids=(), sampling: RowSampling = GREEDY, generated=(), salt: bytes = b""
     ):
         """Queue a request; returns the refusal, if it is one."""
-        message = AddRequest(handle, pack(prompt), pack(list(generated)), max_tokens, list(end_ids), sampling)
+        message = AddRequest(handle, pack(prompt), pack(list(generated)), max_tokens, list(end_ids), sampling, salt)
         refused = self.scheduler.add(0, message)
         if refused is None:
             self.outputs[handle] = []
@@ -88,6 +89,7 @@ class Simulation:
             for handle, token in zip(handles.tolist(), unpack(batch.tokens).tolist(), strict=True):
                 assert handle not in self.finished
                 self.outputs[handle].append(token)
+            self.num_cached.update((message.handle, message.num_cached) for message in batch.started)
             for message in batch.finished:
                 assert message.handle not in self.finished
                 self.finished[message.handle] = message.reason

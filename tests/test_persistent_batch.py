@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.messages import BlockGrant, Chunk, RowJoin, StepDelta, pack
+from protocol.messages import BlockGrants, Chunk, RowJoin, StepDelta, pack
 from protocol.sampling import RowSampling
 from worker.batch import PersistentBatch, bucket_for
 from worker.rows import RowState, SamplingKind, sampling_kind
@@ -51,7 +51,7 @@ def test_a_join_touches_no_other_row():
 def test_a_grant_goes_behind_the_blocks_that_a_row_holds():
     batch = make_batch()
     batch.apply(StepDelta(0, joins=[join(1, [7, 8]), join(2, [9])], chunks=[Chunk(1, pack([5]), True)]))
-    batch.apply(StepDelta(1, grants=[BlockGrant(1, 2, pack([20])), BlockGrant(2, 1, pack([21, 22]))], decode_on=[1]))
+    batch.apply(StepDelta(1, grants=BlockGrants(pack([1, 2, 2]), pack([2, 1, 2]), pack([20, 21, 22])), decode_on=[1]))
     table = batch.rows.block_table_RB
     assert table[1].tolist() == [7, 8, 20, SCRATCH_BLOCK, SCRATCH_BLOCK, SCRATCH_BLOCK]
     assert table[2].tolist() == [9, 21, 22, SCRATCH_BLOCK, SCRATCH_BLOCK, SCRATCH_BLOCK]

@@ -45,7 +45,7 @@ def test_a_stream_is_numbered_and_ends_with_reason_and_usage(client):
     assert [output.seq for output in outputs] == list(range(len(outputs)))
     assert [token for output in outputs for token in output.token_ids] == list(range(21, 41))
     assert outputs[-1].finish_reason == "length"
-    assert msgspec.to_builtins(outputs[-1].usage) == {"prompt_tokens": 2, "completion_tokens": 20}
+    assert msgspec.to_builtins(outputs[-1].usage) == {"prompt_tokens": 2, "completion_tokens": 20, "cached_tokens": 0}
 
 
 def test_without_streaming_there_is_one_output_and_it_is_the_same(client):

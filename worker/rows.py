@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protocol.messages import BlockGrant, RowJoin, unpack
+from protocol.messages import BlockGrants, RowJoin, unpack
 from protocol.sampling import RowSampling
 from worker.staging import Staging
 
@@ -74,14 +74,14 @@ class RowState:
         reset(self.seed_R, [sampling.seed for sampling in samplings], np.int64)
         self.kind_R[[join.row for join in joins]] = [sampling_kind(sampling) for sampling in samplings]
         self.block_table_RB[rows_J] = self.scratch_block
-        self._append([(join.row, 0, join.blocks) for join in joins], staging)
+        blocks = [unpack(join.blocks) for join in joins]
+        rows = np.repeat(np.array([join.row for join in joins], dtype=np.int32), [len(ids) for ids in blocks])
+        places = np.concatenate([np.arange(len(ids), dtype=np.int32) for ids in blocks])
+        self._write_blocks(rows, places, np.concatenate(blocks), staging)
 
-    def grant(self, grants: list[BlockGrant], staging: Staging) -> None:
+    def grant(self, grants: BlockGrants, staging: Staging) -> None:
         """Lengthen block tables."""
-        self._append([(grant.row, grant.held, grant.blocks) for grant in grants], staging)
+        self._write_blocks(*(unpack(data).copy() for data in (grants.rows, grants.places, grants.blocks)), staging)
 
-    def _append(self, additions: list[tuple[int, int, bytes]], staging: Staging) -> None:
-        blocks = [unpack(data) for _, _, data in additions]
-        rows = np.repeat(np.array([row for row, _, _ in additions], dtype=np.int32), [len(ids) for ids in blocks])
-        places = np.concatenate([held + np.arange(len(ids), dtype=np.int32) for (_, held, _), ids in zip(additions, blocks)])
-        self.block_table_RB[staging.put(rows), staging.put(places.astype(np.int32))] = staging.put(np.concatenate(blocks))
+    def _write_blocks(self, rows: np.ndarray, places: np.ndarray, blocks: np.ndarray, staging: Staging) -> None:
+        self.block_table_RB[staging.put(rows), staging.put(places)] = staging.put(blocks)
