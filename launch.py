@@ -17,6 +17,7 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
@@ -69,14 +70,18 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add(memory, "block_size", "--block-size", "--page-size", type=int, help="tokens per KV block")
     add(memory, "num_kv_blocks", "--num-kv-blocks", "--num-gpu-blocks-override", type=int, help="KV blocks; default: from --kv-cache-gib")
     add(memory, "kv_cache_gib", "--kv-cache-gib", type=float, help="KV cache at most, in GiB; default: 2 on a CPU")
+    no_cache = ("--no-enable-prefix-caching", "--disable-radix-cache")
+    add(memory, "enable_prefix_caching", *no_cache, action="store_false", help="compute every prompt anew")
     add(memory, "gpu_memory_utilization", "--gpu-memory-utilization", "--mem-fraction-static", type=float, help="share of a GPU's memory")
     add(memory, "enforce_eager", "--enforce-eager", "--disable-cuda-graph", action="store_true", help="no CUDA graphs")
     add(memory, "tune_kernels", "--no-tune-kernels", action="store_false", help="take default kernels, time none at load")
     add(memory, "num_threads", "--num-threads", type=int, help="CPU threads of a worker; default: one per core")
     add(memory, "tensor_parallel_size", "--tensor-parallel-size", "-tp", "--tp", "--tp-size", type=int, help="workers")
+    add(memory, "op_by_op", "--op-by-op", help=argparse.SUPPRESS, action="store_true")
 
     doors = parser.add_argument_group("doors")
     doors.add_argument("--zmq-listen", metavar="ipc://PATH", help=f"address for ZMQ clients; default: {default_client_address()}")
+    add(doors, "trace_dir", "--trace", type=os.path.abspath, metavar="DIR", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -84,7 +89,9 @@ def resolve_model(name: str | None) -> str:
     """The folder or .gguf file that a model name stands for. Raises ValueError saying what was looked for."""
     if name is None or name == SMOLLM2:
         return _packaged_smollm2(asked_for=name is not None)
-    path = Path(name).expanduser()
+    if not name:
+        raise ValueError("--model is empty")
+    path = Path(os.path.expanduser(name))
     if path.is_file() and path.suffix == ".gguf":
         return str(path.resolve())
     if path.is_dir():
@@ -120,24 +127,46 @@ def _from_hub(name: str) -> str:
 
 def make_config(arguments: argparse.Namespace, environment: dict[str, str]) -> EngineConfig:
     """The checked configuration, without its run directory. Raises ValueError naming what is wrong."""
-    if arguments.model and arguments.positional_model:
+    if arguments.model is not None and arguments.positional_model is not None:
         raise ValueError(f"two models given: {arguments.positional_model} and {arguments.model}")
-    name = arguments.model or arguments.positional_model
+    name = arguments.model if arguments.positional_model is None else arguments.positional_model
     is_checksum = arguments.executor == "checksum"
+    if is_checksum and name is not None:
+        raise ValueError(f"--executor checksum takes no model, got {name}")
+    default_name = "checksum" if is_checksum else name or SMOLLM2
     fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
     config = EngineConfig(
         model="checksum" if is_checksum else resolve_model(name),
         run_dir="",
-        client_address=arguments.zmq_listen or default_client_address(),
+        client_address=absolute_address(default_client_address() if arguments.zmq_listen is None else arguments.zmq_listen),
         epoch=secrets.randbits(63),
         failpoint=environment.get("STEPAHEAD_FAIL"),
-        cache_dir=str(Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepahead"),
+        cache_dir=cache_folder(environment),
         **{key: value for key, value in vars(arguments).items() if key in fields - {"model", "served_model_name", "cache_dir"}},
-        served_model_name=arguments.served_model_name or ("checksum" if is_checksum else name or SMOLLM2),
+        served_model_name=default_name if arguments.served_model_name is None else arguments.served_model_name,
     )
     check_config(config)
-    check_ipc_address(config.client_address)
+    check_text("--model", config.model)
+    check_text("--served-model-name", config.served_model_name)
     return config
+
+
+def absolute_address(address: str) -> str:
+    """The ipc address that means the same in every process. Raises ValueError when it is none."""
+    return f"ipc://{check_ipc_address(address).absolute()}"
+
+
+def cache_folder(environment: dict[str, str]) -> str | None:
+    """Where results of tuning last; None for a user without a home."""
+    home = os.path.expanduser("~")
+    base = environment.get("XDG_CACHE_HOME") or (home if home == "~" else f"{home}/.cache")
+    return None if base == "~" else f"{base}/stepahead"
+
+
+def check_text(flag: str, text: str) -> None:
+    """Raise ValueError unless the text can be sent to the children and stand in the ready line."""
+    if not text.strip() or not text.isprintable():
+        raise ValueError(f"{flag} must be printable text on one line, got {text!r}")
 
 
 # ---- places on disk -----------------------------------------------------------------------------------------------
@@ -155,7 +184,10 @@ def make_private_dir(path: Path) -> Path:
 def lock_file(path: Path) -> int | None:
     """A descriptor that holds the file's lock until the last process with it ends; None when another holds it."""
     while True:
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if os.fstat(fd).st_size:  # poetry.lock, say: ours are empty, and are removed at the end
+            os.close(fd)
+            raise ValueError(f"{path} is no lock file of this engine: choose another address")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -173,6 +205,8 @@ def lock_address(address: str) -> int:
         make_private_dir(client_socket.parent)
     if not client_socket.parent.is_dir():
         raise ValueError(f"cannot listen on {address}: the folder does not exist")
+    if client_socket.is_symlink() or (client_socket.exists() and not client_socket.is_socket()):
+        raise ValueError(f"cannot listen on {address}: what lies there is no socket")
     fd = lock_file(lock_path(client_socket))
     if fd is None:
         raise ValueError(f"cannot listen on {address}: another engine serves it")
@@ -241,16 +275,12 @@ class Child:
 class Supervisor:
     """Starts the children, waits for readiness, a signal or a death, and stops everything."""
 
-    def __init__(self, config: EngineConfig, lock_fds: list[int]):
+    def __init__(self, config: EngineConfig, lock_fds: list[int], signals: socket.socket):
+        """`signals` becomes readable with a signal: see `catch_signals`."""
         self.config = config
         self.selector = selectors.DefaultSelector()
-        self.signals, wakeup = socket.socketpair()
-        wakeup.setblocking(False)
-        self._wakeup = wakeup
-        self.selector.register(self.signals, selectors.EVENT_READ)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # the wake-up descriptor carries it
-        signal.set_wakeup_fd(wakeup.fileno())
+        self.signals = signals
+        self.selector.register(signals, selectors.EVENT_READ)
         config_file = save_config(config)
         # The worker first: it takes longest. The frontend inherits the address lock, since it holds the socket.
         self.children = [
@@ -265,7 +295,7 @@ class Supervisor:
         """Serve; returns the exit code."""
         fault = self._watch()
         if fault is not None:
-            print(f"stepahead: {fault.reason}", file=sys.stderr, flush=True)
+            say(f"stepahead: {fault.reason}", sys.stderr)
         self._stop()
         return 0 if fault is None else fault.exit_code
 
@@ -281,7 +311,7 @@ class Supervisor:
                     return child.fault()
             if not said_ready and all(child.is_ready for child in self.children):
                 said_ready = True
-                print(f"ready: {self.config.served_model_name} at {self.config.client_address}", flush=True)
+                say(f"ready: {self.config.served_model_name} at {self.config.client_address}", sys.stdout)
 
     def _stop(self) -> None:
         """Cut the lifelines, wait, kill what is left. A second signal ends the waiting."""
@@ -309,17 +339,49 @@ def _drain(signals: socket.socket) -> bool:
         return False
 
 
+def catch_signals() -> tuple[socket.socket, socket.socket]:
+    """Have SIGINT and SIGTERM arrive in the first socket of a pair instead of ending this process."""
+    signals, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # the wake-up descriptor carries it
+    signal.set_wakeup_fd(wakeup.fileno())
+    return signals, wakeup
+
+
+def open_standard_streams() -> None:
+    """Have 0, 1 and 2 open: else a lock or a lifeline could get one of these numbers, and a child would write into it."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def say(line: str, stream: TextIO | None) -> None:
+    """Print a line. An engine serves on when nobody can read it, a closed pipe or a full disk."""
+    if stream is None:
+        return
+    try:
+        stream.reconfigure(errors="backslashreplace")
+        print(line, file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is buffered would fail again at exit
+
+
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
+    open_standard_streams()
     try:
         config = make_config(parse_arguments(arguments), dict(os.environ))
+        signals = catch_signals()  # not before, since a download should end at once
         address_lock = lock_address(config.client_address)
         run_dir, run_lock = make_run_dir()
     except (ValueError, OSError) as error:
-        print(f"stepahead: {error}", file=sys.stderr)
+        say(f"stepahead: {' '.join(str(error).split())}", sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 0
     config = msgspec.structs.replace(config, run_dir=str(run_dir))
-    return Supervisor(config, [address_lock, run_lock]).run()
+    return Supervisor(config, [address_lock, run_lock], signals[0]).run()
 
 
 if __name__ == "__main__":

@@ -33,11 +33,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enforce_eager: bool = False  # launch kernels one by one instead of replaying graphs
     tune_kernels: bool = True  # time the kernels of each shape at load, where the cache does not know them
     cache_dir: str | None = None  # where tuning results last; None: nowhere
+    enable_prefix_caching: bool = True
     max_pipeline_depth: int = 2  # steps sent and not yet confirmed; 1 is the synchronous mode
     max_queued_requests: int = 1024
     tensor_parallel_size: int = 1
     seed: int | None = None  # of the seeds given to requests that name none; None: random
     num_threads: int | None = None  # CPU threads of a worker; None: one per core
+    op_by_op: bool = False  # decode without fused kernels and graphs: what the benches compare with
+    trace_dir: str | None = None  # where the processes record what they did when; None: nowhere
     failpoint: str | None = None  # "PLACE:STEP:ACTION", with the checksum executor only
 
     def address(self, channel: str) -> str:

@@ -27,8 +27,9 @@ from protocol.messages import (
     decode_from_worker,
     decode_result,
 )
+from protocol.trace import NoTrace, Span, Trace, open_trace
 from protocol.transport import Endpoint, RoutedEndpoint, bind, check_handshake, open_socket
-from scheduler.core import Limits, Scheduler
+from scheduler.core import Limits, Plan, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -114,15 +115,17 @@ class Handshake:
             max_step_tokens=self.config.max_num_batched_tokens,
             max_pipeline_depth=self.config.max_pipeline_depth,
             max_queued_requests=self.config.max_queued_requests,
+            enable_prefix_caching=self.config.enable_prefix_caching,
         )
 
 
 class SchedulerProcess:
     """The loop of the design: requests in, results in, steps out."""
 
-    def __init__(self, config: EngineConfig, channels: Channels, handshake: Handshake):
+    def __init__(self, config: EngineConfig, channels: Channels, handshake: Handshake, trace: Trace | NoTrace):
         limits = handshake.limits()
         self.channels = channels
+        self.trace = trace
         self.scheduler = Scheduler(limits)
         self.workers = list(handshake.workers)
         self.frontends = list(handshake.frontends)  # a frontend's index here is its number in the scheduler
@@ -136,8 +139,9 @@ class SchedulerProcess:
             self.handle(identity, message)
         for result in self.channels.results.drain():
             self.confirm(result)
-        while self.scheduler.has_room and (plan := self.scheduler.plan()):
-            self.channels.workers.send_to_all(self.workers, plan.delta)
+        while self.scheduler.has_room and (plan := self.plan()):
+            with self.trace.span(Span.SEND, plan.delta.step):
+                self.channels.workers.send_to_all(self.workers, plan.delta)
 
     def handle(self, identity: bytes, message: AddRequest | AbortRequests | GetStats | FrontendHello) -> None:
         """One message of a frontend."""
@@ -158,8 +162,16 @@ class SchedulerProcess:
 
     def confirm(self, result: StepResult) -> None:
         """Hand the tokens of a step to the frontends."""
-        for frontend, batch in self.scheduler.confirm(result).batches():
-            self.reply(frontend, batch)
+        with self.trace.span(Span.CONFIRM, result.step):
+            for frontend, batch in self.scheduler.confirm(result).batches():
+                self.reply(frontend, batch)
+
+    def plan(self) -> Plan | None:
+        """The next step, if there is anything to run."""
+        with self.trace.span(Span.PLAN) as span:
+            plan = self.scheduler.plan()
+            span.step = plan.delta.step if plan else None
+        return plan
 
     def reply(self, frontend: int, message: object) -> None:
         """Send to a frontend; one that is gone takes its requests with it."""
@@ -176,6 +188,7 @@ class SchedulerProcess:
             num_running=scheduler.table.num_running,
             num_waiting=len(scheduler.waiting) + len(scheduler.draining),
             free_blocks=scheduler.pool.num_free,
+            idle_blocks=scheduler.pool.num_idle,
             total_blocks=scheduler.pool.num_blocks,
             free_rows=scheduler.table.num_free_rows,
             total_rows=scheduler.limits.num_rows,
@@ -183,6 +196,8 @@ class SchedulerProcess:
             num_preemptions=scheduler.num_preemptions,
             num_steps=scheduler.deltas.next_step,
             num_generated_tokens=scheduler.num_generated_tokens,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
             num_malformed=self.channels.num_malformed,
         )
 
@@ -209,11 +224,14 @@ def main(config: EngineConfig, lifeline: Lifeline) -> None:
     """Serve until the lifeline is cut."""
     channels = Channels(config, lifeline)
     if handshake := shake_hands(config, channels):
-        process = SchedulerProcess(config, channels, handshake)
+        trace = open_trace(config.trace_dir, "scheduler")
+        process = SchedulerProcess(config, channels, handshake, trace)
         lifeline.send(Ready(f"max_model_len {process.welcome.max_model_len}, {process.scheduler.pool.num_blocks} KV blocks"))
         try:
             while channels.wait():
-                process.step()
+                with trace.span(Span.TURN) as span:
+                    process.step()
+                    span.step = process.scheduler.deltas.next_step - 1
         except zmq.ZMQError as error:
             sys.exit(f"a worker is gone: {error}")  # the supervisor has the worker's own reason
     remove_leftovers(config)

@@ -57,13 +57,15 @@ def build_executor(config: EngineConfig, model: Model, tokenizer_size: int) -> E
 
 
 def _gpu_runner(config: EngineConfig, model: Model, rows: RowState, batch: PersistentBatch, sampled_vocab: int) -> Runner:
+    others = StepRunner(model, ops, gpu_rows, rows, config.block_size, sampled_vocab)
+    if config.op_by_op:
+        return others
     if config.run_dir:
         compile_ahead(Path(config.run_dir) / "config.json", sampled_vocab)
     cache_dir = Path(config.cache_dir) if config.cache_dir else None
     plans = plan_buckets(model, step_sizes(config), sampled_vocab, cache_dir, config.tune_kernels)
     chain = DecodeChain(model, rows, sampled_vocab, plans, pdl=True)
     decode = EagerDecode(chain) if config.enforce_eager else DecodeGraphs(chain, batch.decode_rows_B)
-    others = StepRunner(model, ops, gpu_rows, rows, config.block_size, sampled_vocab)
     _warm_up(others, batch, config, model)
     rows.length_R.zero_()
     torch.cuda.synchronize()

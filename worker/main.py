@@ -9,12 +9,15 @@ import zmq
 from protocol.config import EngineConfig
 from protocol.lifeline import Lifeline, Ready, die_with_supervisor, exit_when_cut, run_child
 from protocol.messages import PROTOCOL_VERSION, WorkerBegin, WorkerHello, WorkerReady, decode_result, decode_to_worker
+from protocol.trace import NoTrace, Span, Trace, open_trace
 from protocol.transport import Endpoint, check_handshake, open_socket
+from worker.device_trace import StepTimer, step_timer
 from worker.executor import Executor, build_executor, build_model
 from worker.failpoint import Failpoint
 from worker.results import ResultSender
 
 RANK = 0  # one worker so far
+IDLE_MS = 100
 
 
 def connect(context: zmq.Context, kind: int, address: str, identity: str | None = None) -> zmq.Socket:
@@ -38,13 +41,29 @@ def start(config: EngineConfig, deltas: Endpoint) -> Executor:
     return executor
 
 
-def serve(executor: Executor, deltas: Endpoint, sender: ResultSender, failpoint: Failpoint) -> None:
+def await_delta(deltas: Endpoint, timer: StepTimer) -> None:
+    """Block until a delta has arrived, so that the span of its receipt holds no waiting; set the clocks while idle."""
+    while not deltas.socket.poll(IDLE_MS):
+        timer.anchor()
+
+
+def serve(
+    executor: Executor, deltas: Endpoint, sender: ResultSender, failpoint: Failpoint, trace: Trace | NoTrace, timer: StepTimer
+) -> None:
     """Steps, until the supervisor ends this process."""
     while True:
-        delta = deltas.receive()
+        if trace.is_on:
+            await_delta(deltas, timer)
+        with trace.span(Span.RECEIVE) as span:
+            delta = deltas.receive()
+            span.step = delta.step
         failpoint.hit("worker.step", delta.step)
-        batch = executor.batch.apply(delta)
-        sender.publish(delta.step, executor.runner.run(batch), batch.num_results)
+        with trace.span(Span.APPLY, delta.step):
+            batch = executor.batch.apply(delta)
+        with timer.step(delta.step):
+            sampled_N = executor.runner.run(batch)
+        with trace.span(Span.PUBLISH, delta.step):
+            sender.publish(delta.step, sampled_N, batch.num_results)
 
 
 def main(config: EngineConfig, lifeline: Lifeline) -> None:
@@ -61,7 +80,10 @@ def main(config: EngineConfig, lifeline: Lifeline) -> None:
     executor = start(config, deltas)
     lifeline.send(Ready(f"{executor.num_blocks} KV blocks of {config.block_size} tokens"))
     on_gpu = executor.batch.rows.length_R.is_cuda
-    serve(executor, deltas, ResultSender(results, config.max_pipeline_depth, config.max_num_seqs, on_gpu), failpoint)
+    trace = open_trace(config.trace_dir, f"worker-{RANK}")
+    timer = step_timer(trace, on_gpu)
+    sender = ResultSender(results, config.max_pipeline_depth, config.max_num_seqs, on_gpu, trace, timer)
+    serve(executor, deltas, sender, failpoint, trace, timer)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,10 @@ from tests.bench.report import facts, quantiles  # noqa: E402
 from tests.engine_process import EngineProcess  # noqa: E402
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 257
-FLAGS = ["--load-format", "dummy", "--max-num-seqs", "256", "--max-model-len", "8192", "--max-num-batched-tokens", "8192"]
-SHARED_FLAGS = [*FLAGS, "--max-pipeline-depth", "4"]
+FLAGS = shlex.split(
+    "--load-format dummy --max-num-seqs 256 --max-model-len 8192 --max-num-batched-tokens 8192 --max-pipeline-depth 4"
+    " --no-enable-prefix-caching"  # every repeat sends the same prompts
+)
 
 
 async def generate(client: AsyncClient, prompts: list[list[int]], new: int) -> float:
@@ -59,7 +61,7 @@ async def measure(address: str, batches: list[int], vocab: int, repeats: int) ->
 def run_engine(model: Path, batches: list[int], flags: list[str], repeats: int) -> dict[int, list[float]]:
     """Measure a fresh engine."""
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]
-    engine = EngineProcess("--model", str(model), *SHARED_FLAGS, *flags)
+    engine = EngineProcess("--model", str(model), *FLAGS, *flags)
     try:
         engine.wait_ready()
         steps = asyncio.run(measure(engine.address, batches, vocab, repeats))

@@ -55,7 +55,8 @@ class Engine:
     name = "stepahead"
 
     def __init__(self) -> None:
-        self.process = EngineProcess("--model", str(model_file()), "--max-num-seqs", "16", "--max-model-len", "2048")
+        flags = ("--max-num-seqs", "16", "--max-model-len", "2048", "--no-enable-prefix-caching")  # every repeat sends the same prompts
+        self.process = EngineProcess("--model", str(model_file()), *flags)
         self.process.wait_ready()
 
     def run(self, prompts: list[list[int]], new: int) -> list[list[int]]:
