@@ -1,6 +1,7 @@
 """The command line of the client: python -m frontend.client "prompt"."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -20,11 +21,15 @@ def run(make_client: Callable[..., object], arguments: list[str] | None = None) 
     """Answer one prompt on stdout; returns the exit code. Errors are one line on stderr."""
     options = _parser().parse_args(arguments)
     show = _show_json if options.json else _show_text
+    sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is no reason to lose the rest
     try:
         with make_client(options.address, options.timeout, options.connect_timeout) as client:
             return _answer(client, options, show)
     except EngineError as error:
         return _fail(options, error.code, error.message)
+    except BrokenPipeError:  # who reads has enough, `head` for one; the request is cancelled
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered would fail again at exit
+        return EXIT_ERROR
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE

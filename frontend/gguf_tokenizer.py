@@ -1,5 +1,8 @@
 """A tokenizer from the metadata of a GGUF file: byte-level BPE ("gpt2") or sentencepiece BPE ("llama")."""
 
+from typing import Annotated
+
+import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
@@ -25,27 +28,62 @@ SPLITS = {
 }
 
 
-def build_tokenizer(metadata: dict[str, object]) -> Tokenizer:
-    """The tokenizer that `metadata` describes, adding nothing to a text. Raises ValueError when its kind is not supported."""
-    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind not in builders:
-        raise ValueError(f"tokenizer.ggml.model must be one of {', '.join(builders)}, got {kind!r}")
-    if "tokenizer.ggml.tokens" not in metadata:
-        raise ValueError("tokenizer.ggml.tokens is missing")
-    tokenizer = builders[kind](metadata)
-    _add_tokens(tokenizer, metadata, kind)
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class GgufVocabulary(msgspec.Struct, frozen=True, rename=lambda name: f"tokenizer.{'' if name == 'chat_template' else 'ggml.'}{name}"):
+    """The metadata that describes a tokenizer. None, and no merges: not given."""
+
+    model: str | None = None
+    pre: str = "default"
+    tokens: list[str] | None = None
+    token_type: list[int] = []
+    scores: list[float] | None = None
+    merges: list[str] = []
+    add_space_prefix: bool = True
+    add_bos_token: bool | None = None
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | None = None
+    eot_token_id: TokenId | None = None
+    eom_token_id: TokenId | None = None
+    unknown_token_id: TokenId | None = None
+    padding_token_id: TokenId | None = None
+    chat_template: str | None = None
+
+    def end_ids(self) -> frozenset[int]:
+        """The ids that end a text."""
+        return frozenset({self.eos_token_id, self.eot_token_id, self.eom_token_id} - {None})
+
+    def check(self) -> None:
+        """Raise ValueError, with the key, for what would make the tokenizers library fail or panic."""
+        if self.model not in BUILDERS:
+            raise ValueError(f"tokenizer.ggml.model must be one of {', '.join(BUILDERS)}, got {self.model!r}")
+        if not self.tokens:
+            raise ValueError("tokenizer.ggml.tokens is missing")
+        for name in ("token_type", "scores"):
+            values = getattr(self, name)
+            if values and len(values) != len(self.tokens):
+                raise ValueError(f"tokenizer.ggml.{name} holds {len(values)} numbers for {len(self.tokens)} tokens")
+
+
+def build_tokenizer(vocabulary: GgufVocabulary) -> Tokenizer:
+    """The tokenizer that is described, adding nothing to a text. Raises ValueError when its kind is not supported."""
+    vocabulary.check()
+    tokenizer = BUILDERS[vocabulary.model](vocabulary)
+    _add_tokens(tokenizer, vocabulary)
     return tokenizer
 
 
-def _byte_level(metadata: dict[str, object]) -> Tokenizer:
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in SPLITS:
-        raise ValueError(f"tokenizer.ggml.pre must be one of {', '.join(SPLITS)}, got {pre!r}")
-    vocab = {_spell(token): index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
+def _byte_level(vocabulary: GgufVocabulary) -> Tokenizer:
+    if vocabulary.pre not in SPLITS:
+        raise ValueError(f"tokenizer.ggml.pre must be one of {', '.join(SPLITS)}, got {vocabulary.pre!r}")
+    vocab = {_spell(token): index for index, token in enumerate(vocabulary.tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in vocabulary.merges]
+    for parts in merges:
+        if len(parts) != 2 or not vocab.keys() >= {*parts, "".join(parts)}:
+            raise ValueError(f"tokenizer.ggml.merges joins {' and '.join(map(repr, parts))}, which are no tokens or make none")
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = _pre_tokenizer(SPLITS[pre])
+    tokenizer.pre_tokenizer = _pre_tokenizer(SPLITS[vocabulary.pre])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -61,18 +99,20 @@ def _pre_tokenizer(split: str | None) -> pre_tokenizers.PreTokenizer:
     )
 
 
-def _sentencepiece(metadata: dict[str, object]) -> Tokenizer:
-    tokens = metadata["tokenizer.ggml.tokens"]
-    vocab = {token: index for index, token in enumerate(tokens)}
-    merges = _merges_from_scores(vocab, metadata.get("tokenizer.ggml.scores", [0.0] * len(tokens)))
+def _sentencepiece(vocabulary: GgufVocabulary) -> Tokenizer:
+    vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
+    merges = _merges_from_scores(vocab, vocabulary.scores or [0.0] * len(vocabulary.tokens))
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
-    space_before_text = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    space_before_text = vocabulary.add_space_prefix
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if space_before_text else "never", split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if space_before_text:
         steps.append(decoders.Strip(content=" ", left=1))
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
+
+
+BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
 
 
 def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
@@ -87,14 +127,13 @@ def _merges_from_scores(vocab: dict[str, int], scores: list[float]) -> list[tupl
     return [pair for _score, pair in merges]
 
 
-def _add_tokens(tokenizer: Tokenizer, metadata: dict[str, object], kind: str) -> None:
+def _add_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary) -> None:
     """Keep control tokens and user-defined ones whole; only the former are special."""
-    tokens = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type", [])
+    tokens, types = vocabulary.tokens, vocabulary.token_type
     control = {index for index, token_type in enumerate(types) if token_type == CONTROL}
-    named = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "unknown", "padding")}
+    named = {vocabulary.bos_token_id, vocabulary.eos_token_id, vocabulary.unknown_token_id, vocabulary.padding_token_id}
     special = sorted(control | {index for index in named if index is not None and index < len(tokens)})
-    if kind == "gpt2":  # a control token outside the byte alphabet is a converter's mislabel and would get a new id
+    if vocabulary.model == "gpt2":  # a control token outside the byte alphabet is a converter's mislabel and would get a new id
         special = [index for index in special if _spell(tokens[index]) == tokens[index]]
     tokenizer.add_special_tokens([AddedToken(tokens[index], normalized=False, special=True) for index in special])
     whole = [token for token, token_type in zip(tokens, types) if token_type == USER_DEFINED]

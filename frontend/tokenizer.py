@@ -4,18 +4,24 @@ Loaded without torch: importing transformers' AutoTokenizer would pull it in and
 """
 
 import json
+import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated, TypeVar
 
+import msgspec
 from tokenizers import Tokenizer
 
 from frontend.chat_template import ChatTemplate
 from frontend.detokenizer import Detokenizer
-from frontend.gguf_header import read_metadata
-from frontend.gguf_tokenizer import build_tokenizer
+from frontend.gguf_tokenizer import GgufVocabulary, TokenId, build_tokenizer
 from protocol.config import EngineConfig
+from protocol.gguf_header import read_header
 
+log = logging.getLogger(__name__)
+
+Settings = TypeVar("Settings")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -79,49 +85,103 @@ def load_tokenizer(config: EngineConfig) -> tuple[ModelTokenizer | None, frozens
     raise ValueError(f"--model must be a folder or a .gguf file, got {config.model}")
 
 
+class EndIds(msgspec.Struct, frozen=True):
+    """What config.json and generation_config.json say of the ends of texts."""
+
+    # A row has room for so many beside a request's own stop ids; Llama 3, which has most, has three.
+    eos_token_id: TokenId | Annotated[list[TokenId], msgspec.Meta(max_length=12)] | None = None
+
+    def as_set(self) -> frozenset[int]:
+        """One id, several or none, as a set."""
+        ids = self.eos_token_id
+        return frozenset(() if ids is None else ids if isinstance(ids, list) else [ids])
+
+
+class AddedText(msgspec.Struct, frozen=True):
+    """A special token that is described by more than its text."""
+
+    content: str
+
+
+class NamedTemplate(msgspec.Struct, frozen=True):
+    """One of several chat templates."""
+
+    name: str
+    template: str
+
+
+class TokenizerSettings(msgspec.Struct, frozen=True):
+    """The keys of tokenizer_config.json that matter here."""
+
+    bos_token: str | AddedText | None = None
+    eos_token: str | AddedText | None = None
+    unk_token: str | AddedText | None = None
+    pad_token: str | AddedText | None = None
+    add_bos_token: bool | None = None
+    chat_template: str | list[NamedTemplate] | None = None
+
+    def names(self) -> dict[str, str]:
+        """The texts of the special tokens that are named."""
+        given = {name: getattr(self, name) for name in SPECIAL_NAMES}
+        return {name: token.content if isinstance(token, AddedText) else token for name, token in given.items() if token}
+
+
 def _load_folder(folder: Path) -> tuple[ModelTokenizer | None, frozenset[int]]:
-    settings = _read_json(folder / "tokenizer_config.json")
-    end_ids = _id_set(_read_json(folder / "config.json").get("eos_token_id"))
-    end_ids |= _id_set(_read_json(folder / "generation_config.json").get("eos_token_id"))
+    end_ids = frozenset.union(*(_read_json(folder / name, EndIds).as_set() for name in ("config.json", "generation_config.json")))
     file = folder / "tokenizer.json"
     if not file.exists():
+        log.warning("%s does not exist: prompts and outputs are token ids only", file)
         return None, end_ids
+    settings = _read_json(folder / "tokenizer_config.json", TokenizerSettings)
     backend = _read_backend(file)
-    names = {name: _token_text(settings[name]) for name in SPECIAL_NAMES if settings.get(name)}
-    end_ids |= _id_set(backend.token_to_id(names.get("eos_token", "")))
+    names = settings.names()
+    end_ids |= _known_id(backend, names.get("eos_token"))
     template = _template_source(folder, settings)
     return (
         ModelTokenizer(
             backend=backend,
-            prefix_ids=_prefix_ids(backend, settings.get("add_bos_token"), names.get("bos_token")),
-            chat_template=ChatTemplate(template, names) if template else None,
+            prefix_ids=_prefix_ids(backend, settings.add_bos_token, names.get("bos_token")),
+            chat_template=_compiled(template, names, folder),
         ),
         end_ids,
     )
 
 
 def _load_gguf(path: Path) -> tuple[ModelTokenizer | None, frozenset[int]]:
-    metadata = read_metadata(path)
-    ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
-    end_ids = frozenset(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None)
-    if "tokenizer.ggml.model" not in metadata:
-        return None, end_ids
+    metadata = read_header(path).metadata
     try:
-        backend = build_tokenizer(metadata)
-    except ValueError as error:
+        vocabulary = msgspec.convert(metadata, GgufVocabulary)
+        end_ids = vocabulary.end_ids()
+        if vocabulary.model is None:
+            log.warning("%s holds no tokenizer: prompts and outputs are token ids only", path)
+            return None, end_ids
+        backend = build_tokenizer(vocabulary)
+    except (ValueError, msgspec.ValidationError) as error:
         raise ValueError(f"{path}: {error}") from None
+    ids = {"bos_token": vocabulary.bos_token_id, "eos_token": vocabulary.eos_token_id}
+    names = {name: text for name, index in ids.items() if index is not None and (text := backend.id_to_token(index)) is not None}
     # Files from before the flag: llama.cpp puts BOS before sentencepiece texts.
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama")
-    names = {f"{name}_token": backend.id_to_token(ids[name]) for name in ("bos", "eos") if ids[name] is not None}
-    template = metadata.get("tokenizer.chat_template")
+    add_bos = vocabulary.model == "llama" if vocabulary.add_bos_token is None else vocabulary.add_bos_token
     return (
         ModelTokenizer(
             backend=backend,
-            prefix_ids=[ids["bos"]] if add_bos and ids["bos"] is not None else [],
-            chat_template=ChatTemplate(template, names) if template else None,
+            prefix_ids=[vocabulary.bos_token_id] if add_bos and "bos_token" in names else [],
+            chat_template=_compiled(vocabulary.chat_template, names, path),
         ),
         end_ids,
     )
+
+
+def _compiled(template: str | None, names: dict[str, str], path: Path) -> ChatTemplate | None:
+    try:
+        return ChatTemplate(template, names) if template else None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _known_id(backend: Tokenizer, text: str | None) -> frozenset[int]:
+    index = backend.token_to_id(text) if text else None
+    return frozenset(() if index is None else [index])
 
 
 def _read_backend(file: Path) -> Tokenizer:
@@ -148,37 +208,30 @@ def _prefix_ids(backend: Tokenizer, add_bos: bool | None, bos_token: str | None)
     return prefix
 
 
-def _template_source(folder: Path, settings: dict[str, object]) -> str | None:
+def _template_source(folder: Path, settings: TokenizerSettings) -> str | None:
     """From its own file, or the settings: one text, or a list of named ones of which "default" is for chats."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is not UTF-8: {error}") from None
+    template = settings.chat_template
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
+        return {entry.name: entry.template for entry in template}.get("default")
     return template
 
 
-def _read_json(file: Path) -> dict[str, object]:
+def _read_json(file: Path, kind: type[Settings]) -> Settings:
+    """The keys of `kind` in a JSON object; all are left out when there is no file."""
     if not file.exists():
-        return {}
+        return kind()
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return msgspec.convert(json.loads(file.read_bytes()), kind)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object")
-    return content
-
-
-def _token_text(token: str | dict[str, object]) -> str:
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _id_set(ids: int | list[int] | None) -> frozenset[int]:
-    if ids is None:
-        return frozenset()
-    return frozenset(ids if isinstance(ids, list) else [ids])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def _check_unicode(text: str) -> None:

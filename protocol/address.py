@@ -11,18 +11,19 @@ from protocol.transport import MAX_IPC_PATH
 
 # Every message between a client and the door is two frames: this one, then the payload.
 DOOR_VERSION = b"\x01"
+LONGEST_NAME = "run-12345678/frontends"  # of a socket in the folder of the default address
 MAX_DOOR_BYTES = 8 << 20  # of a frame; a peer that sends a longer one is disconnected
 
 
 def default_client_address() -> str:
     """This user's ipc address: below /run/user/UID, else the temporary folder, else /tmp. Creates nothing.
 
-    The temporary folder is passed over when the socket path would be too long for the kernel there.
+    The temporary folder is passed over when a socket path would be too long for the kernel there, of the engine's own ones too.
     """
     owner = os.getuid()
-    tail = Path(f"stepahead-{owner}") / "engine.sock"
+    name = f"stepahead-{owner}"
     for folder in (f"/run/user/{owner}", tempfile.gettempdir()):
-        path = Path(folder) / tail
-        if os.access(folder, os.W_OK) and len(os.fsencode(path)) <= MAX_IPC_PATH:
-            return f"ipc://{path}"
-    return f"ipc://{Path('/tmp') / tail}"
+        place = Path(folder) / name
+        if os.access(folder, os.W_OK) and len(os.fsencode(place / LONGEST_NAME)) <= MAX_IPC_PATH and str(place).isprintable():
+            return f"ipc://{place / 'engine.sock'}"
+    return f"ipc:///tmp/{name}/engine.sock"

@@ -109,6 +109,10 @@ def check_ipc_address(address: str) -> Path:
     if not address.startswith("ipc://") or len(address) == len("ipc://"):
         raise ValueError(f"the address must be ipc://PATH, got {address!r} (tcp needs CURVE keys, which are not supported yet)")
     path = address.removeprefix("ipc://")
+    if path.startswith("@"):
+        raise ValueError(f"the address must name a file, got {address!r}: abstract sockets are open to every user")
+    if not path.isprintable():
+        raise ValueError(f"the address must be printable text, got {address!r}")
     if len(os.fsencode(path)) > MAX_IPC_PATH:
         raise ValueError(f"the socket path must have at most {MAX_IPC_PATH} bytes, got {len(os.fsencode(path))}: {path}")
     return Path(path)

@@ -109,7 +109,8 @@ def seeded(i: int) -> RowSampling:
     """A different mix of filters for each request; every third is greedy."""
     if i % 3 == 0:
         return GREEDY
-    return RowSampling(temperature=0.7 + i / 10, top_k=(0, 5, 40)[i % 3], top_p=(1.0, 0.9)[i % 2], min_p=(0.0, 0.05)[i // 2 % 2], seed=i - 8)
+    top_k, top_p, min_p = (0, 5, 40)[i % 3], (1.0, 0.9)[i % 2], (0.0, 0.05)[i // 2 % 2]
+    return RowSampling(temperature=0.7 + i / 10, top_k=top_k, top_p=top_p, min_p=min_p, seed=i - 8)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

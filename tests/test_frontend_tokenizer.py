@@ -12,9 +12,9 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from frontend.admission import Admission, Limits
-from frontend.gguf_header import read_metadata
 from frontend.tokenizer import load_tokenizer
 from protocol.config import EngineConfig
+from protocol.gguf_header import read_header
 from protocol.messages import ChatMessage, Generate
 from protocol.sampling import SamplingParams
 from tests import tiny_tokenizers
@@ -120,7 +120,7 @@ def test_the_header_reader_agrees_with_the_gguf_package(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", "gpt2", tiny_tokenizers.byte_level(), tokenizer_pre="qwen2")
     reader = gguf.GGUFReader(path)
     expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    assert read_metadata(path) == expected
+    assert read_header(path).metadata == expected
 
 
 def test_damaged_headers_are_refused_at_once(tmp_path):
@@ -135,7 +135,7 @@ def test_damaged_headers_are_refused_at_once(tmp_path):
     for content in damaged:
         path.write_bytes(content)
         try:
-            read_metadata(path)
+            read_header(path)
         except ValueError as error:
             assert str(path) in str(error)
             num_refused += 1

@@ -197,7 +197,7 @@ def test_an_index_that_places_a_tensor_wrongly_is_an_error(tmp_path):
     ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple of num_key_value_heads \(3\)"),
     ({"head_dim": None, "num_attention_heads": 7, "num_key_value_heads": 7}, r"hidden_size \(64\) must be a multiple"),
     ({"head_dim": 15}, "head_dim must be even"),
-    ({"vocab_size": 0}, "vocab_size must be positive"),
+    ({"vocab_size": 0}, "vocab_size must be between 1 and"),
     ({"hidden_size": "64"}, "hidden_size"),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*not supported; supported are default, linear"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "yarn needs a factor"),

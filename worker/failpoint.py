@@ -13,10 +13,11 @@ class Failpoint:
     def __init__(self, spec: str | None):
         self.place, self.step, self.action = "", -1, ""
         if spec is not None:
-            self.place, step, self.action = spec.split(":")
-            self.step = int(step)
-            if self.place not in PLACES or self.action not in ACTIONS:
-                raise ValueError(f"a failpoint is one of {PLACES} : step : one of {ACTIONS}, got {spec!r}")
+            match spec.split(":"):
+                case [place, step, action] if place in PLACES and step.isdecimal() and action in ACTIONS:
+                    self.place, self.step, self.action = place, int(step), action
+                case _:
+                    raise ValueError(f"a failpoint is one of {PLACES}, a step and one of {ACTIONS}, joined by colons; got {spec!r}")
 
     def hit(self, place: str, step: int) -> None:
         """Fail here, if this is the place and the step."""

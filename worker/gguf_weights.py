@@ -3,6 +3,7 @@
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import math
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from protocol.gguf_header import TensorPlace, read_header
 from worker.model_config import ModelConfig, parse_model_config
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -36,6 +38,7 @@ ROPE_KEYS = {
     "original_max_position_embeddings": "rope.scaling.original_context_length",
     "attention_factor": "rope.scaling.attn_factor",
 }
+KEY_TYPES = {"rms_norm_eps": float, "rope_type": str, "original_max_position_embeddings": int}
 OPTIONAL = {"num_key_value_heads", "head_dim", "sliding_window"}
 
 LAYER_NAMES = {
@@ -64,84 +67,113 @@ class GgufFile:
     def __init__(self, path: Path):
         """Read the header. Raises ValueError naming the file when it is damaged or of an unsupported architecture."""
         self.path = path
-        self.reader = open_gguf(path)
-        self.architecture = self._value("general.architecture")
-        if self.architecture not in ARCHITECTURES:
-            supported = ", ".join(ARCHITECTURES)
-            raise ValueError(f"{path}: the architecture {self.architecture} is not supported; supported are {supported}")
-        self.tensors = {_hf_name(tensor.name): tensor for tensor in self.reader.tensors}
+        header = read_header(path)
+        self.metadata = header.metadata
+        self.tensors = {_hf_name(name): QuantizedTensor(path, name, place) for name, place in header.tensors.items()}
         self.divisors = self.tensors.pop(ROPE_DIVISORS, None)
-        self.config = self._config()
+        self.data = np.memmap(path, np.uint8, "r")
+        for tensor in [*self.tensors.values(), *([self.divisors] if self.divisors else [])]:
+            tensor.check_inside(len(self.data))
+        try:
+            self.architecture = self._architecture()
+            self.config = self._config()
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def names(self):
         """See TensorSource."""
         return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See TensorSource. The file lists dimensions from the innermost out."""
-        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+        """See TensorSource."""
+        return self.tensors[name].shape
 
     def read(self, name: str) -> Tensor:
         """See TensorSource: float32, dequantised. Raises ValueError for a quantisation that the gguf package does not know."""
-        values = self._dequantised(self.tensors[name])
+        values = self.tensors[name].read(self.data)
         if self.architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
             num_heads = self.config.num_heads if ".q_proj." in name else self.config.num_kv_heads
             return halves_from_pairs(values, num_heads)
         return values
 
-    def _dequantised(self, tensor: gguf.ReaderTensor) -> Tensor:
-        try:
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        except NotImplementedError:
-            kind = tensor.tensor_type.name
-            raise ValueError(f"{self.path}: {tensor.name} is quantised as {kind}, which is not supported") from None
-        return torch.from_numpy(np.require(values, requirements="W"))  # float32 tensors come as the read-only file itself
+    def _architecture(self) -> str:
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+            raise ValueError(f"the architecture {architecture} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        return architecture
 
-    def _value(self, key: str):
-        field = self.reader.get_field(key)
-        return None if field is None else field.contents()
+    def _value(self, key: str, kind: type = int) -> object:
+        """A number or text of the architecture's own metadata, None where it is absent. Raises ValueError on another type."""
+        key = f"{self.architecture}.{key}"
+        value = self.metadata.get(key)
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"{key} must be of type {kind.__name__}, got {str(value)[:40]}")
+        return value
 
     def _config(self) -> ModelConfig:
-        values = {name: self._value(f"{self.architecture}.{key}") for name, key in KEYS.items()}
+        values = {name: self._value(key, KEY_TYPES.get(name, int)) for name, key in KEYS.items()}
         for name, value in values.items():
             if value is None and name not in OPTIONAL:
-                raise ValueError(f"{self.path}: the metadata lacks {self.architecture}.{KEYS[name]}")
-        try:
-            config = parse_model_config(self._as_config_json(values))
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}") from None
+                raise ValueError(f"the metadata lacks {self.architecture}.{KEYS[name]}")
+            if value == 0 and name not in OPTIONAL:
+                raise ValueError(f"{self.architecture}.{KEYS[name]} must not be 0")
+        config = parse_model_config(self._as_config_json(values))
         return config if self.divisors is None else self._with_divisors(config)
 
     def _with_divisors(self, config: ModelConfig) -> ModelConfig:
-        divisors = self._dequantised(self.divisors).tolist()
+        divisors = self.divisors.read(self.data)
         num_pairs = config.head_dim // 2
-        if len(divisors) != num_pairs:
-            raise ValueError(f"{self.path}: {ROPE_DIVISORS} holds {len(divisors)} numbers where head_dim asks for {num_pairs}")
-        return msgspec.structs.replace(config, rope=msgspec.structs.replace(config.rope, divisors=tuple(divisors)))
+        if divisors.shape != (num_pairs,):
+            raise ValueError(f"{ROPE_DIVISORS} has shape {list(divisors.shape)} where head_dim asks for [{num_pairs}]")
+        if not (divisors.isfinite() & (divisors > 0)).all():
+            raise ValueError(f"{ROPE_DIVISORS} must hold positive numbers")
+        return msgspec.structs.replace(config, rope=msgspec.structs.replace(config.rope, divisors=tuple(divisors.tolist())))
 
     def _as_config_json(self, values: dict) -> dict:
         values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
-        rotated = self._value(f"{self.architecture}.rope.dimension_count") or values["head_dim"]
-        rope = {name: self._value(f"{self.architecture}.{key}") for name, key in ROPE_KEYS.items()}
+        rotated = self._value("rope.dimension_count") or values["head_dim"]
+        if rotated != values["head_dim"]:
+            raise ValueError(f"{self.architecture}.rope.dimension_count must be the head width {values['head_dim']}, got {rotated}")
+        rope = {name: self._value(key, KEY_TYPES.get(name, float)) for name, key in ROPE_KEYS.items()}
         rope["rope_type"] = "default" if rope["rope_type"] in (None, "none") else rope["rope_type"]
+        embedding = self.tensors.get("model.embed_tokens.weight")
         return values | {
             "architectures": [ARCHITECTURES[self.architecture]],
-            "vocab_size": self.shape("model.embed_tokens.weight")[0] if "model.embed_tokens.weight" in self.tensors else 0,
-            "use_sliding_window": values["sliding_window"] is not None,
+            "vocab_size": 0 if embedding is None else embedding.shape[0],
+            "use_sliding_window": bool(values["sliding_window"]),  # 0 stands for none
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.tensors,
             "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self.tensors,
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
-            "partial_rotary_factor": rotated / values["head_dim"],
             "rope_parameters": {name: value for name, value in rope.items() if value is not None},
         }
 
 
-def open_gguf(path: Path) -> gguf.GGUFReader:
-    """Open a file. Raises ValueError with the file's name when it is cut short or no GGUF file."""
-    try:
-        return gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{path} is not a whole GGUF file ({error}): cut short, damaged, or a git-lfs pointer") from None
+class QuantizedTensor:
+    """A tensor in the file, under the name that the file gives it."""
+
+    def __init__(self, path: Path, name: str, place: TensorPlace):
+        """Raises ValueError naming file and tensor for a quantisation or a shape that cannot be."""
+        self.label = f"{path}: {name}"
+        self.shape, self.start = place.shape, place.start
+        try:
+            self.kind = gguf.GGMLQuantizationType(place.kind)
+            self.byte_shape = gguf.quants.quant_shape_to_byte_shape(place.shape, self.kind)
+        except ValueError as error:
+            raise ValueError(f"{self.label}: {error}") from None
+        self.end = self.start + math.prod(self.byte_shape)
+
+    def check_inside(self, file_size: int) -> None:
+        """Raise ValueError when the file ends before the tensor does."""
+        if self.end > file_size:
+            raise ValueError(f"{self.label} ends at byte {self.end} of {file_size}: the file is cut short or damaged")
+
+    def read(self, data: np.ndarray) -> Tensor:
+        """The values as float32, from the file's bytes. Raises ValueError for a quantisation that the gguf package does not know."""
+        try:
+            values = gguf.dequantize(data[self.start : self.end].reshape(self.byte_shape), self.kind)
+        except NotImplementedError:
+            raise ValueError(f"{self.label} is quantised as {self.kind.name}, which is not supported") from None
+        return torch.from_numpy(np.require(values, requirements="AW"))  # float32 tensors come as the read-only file itself
 
 
 def _hf_name(name: str) -> str:

@@ -11,7 +11,7 @@ from worker.gguf_weights import GgufFile
 from worker.model import TransformerModel
 from worker.model_config import ModelConfig, load_model_config
 from worker.parameters import allocate_weights, by_name, weight_bytes
-from worker.weights import SafetensorsFolder, TensorSource, load_weights
+from worker.weights import SafetensorsFolder, TensorSource, check_fit, copy_weights
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +27,13 @@ def load_model(path: str, dtype: str, device: str, max_model_len: int | None, lo
     device = resolve_device(device)
     config = open_config(Path(path))
     limit = resolve_max_model_len(config, max_model_len)
-    weights = allocate_weights(config, resolve_dtype(dtype, config.dtype, device), device)
-    targets = by_name(weights, config)
-    if load_format == "dummy":
-        fill_randomly(targets)
+    run_as = resolve_dtype(dtype, config.dtype, device)
+    source = None if load_format == "dummy" else open_checked(Path(path), config)
+    weights = allocate_weights(config, run_as, device)
+    if source is None:
+        fill_randomly(by_name(weights, config))
     else:
-        load_weights(open_tensors(Path(path)), targets, ignored=["lm_head.weight"] if config.tie_word_embeddings else [])
+        copy_weights(source, by_name(weights, config))
     gib, run_dtype = weight_bytes(weights, config) / 2**30, weights.embedding_VD.dtype
     log.info("loaded %s: %s, %.2f GiB in %s on %s", path, config.architecture, gib, run_dtype, device)
     return TransformerModel(config, weights, reference if device == "cpu" else ops, limit)
@@ -64,12 +65,18 @@ def open_config(path: Path) -> ModelConfig:
     return _gguf_file(path).config
 
 
-def open_tensors(path: Path) -> TensorSource:
-    """A checkpoint's tensors. Raises ValueError."""
-    return SafetensorsFolder(path) if path.is_dir() else _gguf_file(path)
+def open_checked(path: Path, config: ModelConfig) -> TensorSource:
+    """A checkpoint's tensors, which are those that the configuration asks for. Raises ValueError."""
+    source = SafetensorsFolder(path) if path.is_dir() else _gguf_file(path)
+    shapes = by_name(allocate_weights(config, torch.float32, "meta"), config)
+    try:
+        check_fit(source, shapes, ignored=["lm_head.weight"] if config.tie_word_embeddings else [])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return source
 
 
-@lru_cache(maxsize=1)  # its header takes two seconds to read
+@lru_cache(maxsize=1)  # read for the configuration, and again for the tensors
 def _gguf_file(path: Path) -> GgufFile:
     if path.is_file() and path.suffix == ".gguf":
         return GgufFile(path)

@@ -1,6 +1,7 @@
 """How much memory the KV pool may take."""
 
 import logging
+import os
 
 import torch
 
@@ -18,6 +19,7 @@ def num_kv_blocks(config: EngineConfig, model: Model) -> int:
     block_bytes = model.kv_bytes_per_token * config.block_size
     useful = config.max_num_seqs * -(-model.max_model_len // config.block_size)
     if config.num_kv_blocks is not None:
+        check_asked(config, block_bytes, total_memory(model.device))
         return config.num_kv_blocks
     room = int(config.kv_cache_gib * 2**30) if config.kv_cache_gib is not None else None
     if room is None:
@@ -25,6 +27,22 @@ def num_kv_blocks(config: EngineConfig, model: Model) -> int:
     if room < block_bytes:
         raise ValueError(f"the KV cache needs at least one block of {block_bytes} bytes, there is room for {max(room, 0)}")
     return min(room // block_bytes, useful)
+
+
+def check_asked(config: EngineConfig, block_bytes: int, total_bytes: int) -> None:
+    """Raise ValueError for a pool that serves no request, or that no memory of this size can hold."""
+    asked = config.num_kv_blocks
+    if asked * config.block_size < 2:
+        raise ValueError("--num-kv-blocks 1 with --block-size 1 holds one token; a request needs two")
+    if asked * block_bytes > total_bytes:
+        raise ValueError(f"--num-kv-blocks must be at most {total_bytes // block_bytes}, what the memory holds, got {asked}")
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the GPU, or of the whole machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 # A CPU's memory is shared with everything else, so the default is modest.

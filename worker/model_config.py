@@ -45,7 +45,53 @@ DEFAULTS: dict[str, dict] = {
 }
 
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+# key -> (lowest, highest), both allowed: beyond these no model lies, only a damaged or hostile file. Weights are allocated from sizes,
+# block tables from lengths.
+MAX_MODEL_LEN = 2**24
+BOUNDS: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**18),
+    "intermediate_size": (1, 2**20),
+    "num_hidden_layers": (1, 2**11),
+    "num_attention_heads": (1, 2**12),
+    "num_key_value_heads": (1, 2**12),
+    "head_dim": (4, 2**12),
+    "max_position_embeddings": (1, MAX_MODEL_LEN),
+    "original_max_position_embeddings": (1, MAX_MODEL_LEN),
+    "rms_norm_eps": (0, 1),
+    "rope_theta": (2, 1e15),
+}
+ROPE_BOUNDS: dict[str, tuple[float, float]] = {
+    "rope_theta": BOUNDS["rope_theta"],
+    "factor": (1, 2**16),
+    "original_max_position_embeddings": (1, MAX_MODEL_LEN),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+    "attention_factor": (1e-6, 1e6),
+    "mscale": (0, 1e6),
+    "mscale_all_dim": (0, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+}
+
+
+class RawRope(msgspec.Struct, frozen=True):
+    """rope_parameters, or rope_scaling. None: not given."""
+
+    rope_type: str | None = None
+    type: str | None = None  # its name before transformers 4.43
+    rope_theta: float | None = None
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool | None = None
+    partial_rotary_factor: float | None = None
 
 
 class HfConfig(msgspec.Struct, frozen=True):
@@ -69,8 +115,8 @@ class HfConfig(msgspec.Struct, frozen=True):
     max_window_layers: int = 0
     layer_types: list[str] | None = None
     rope_theta: float | None = None
-    rope_scaling: dict | None = None
-    rope_parameters: dict | None = None
+    rope_scaling: RawRope | None = None
+    rope_parameters: RawRope | None = None
     partial_rotary_factor: float | None = None
     original_max_position_embeddings: int | None = None
     quantization_config: dict | None = None
@@ -112,7 +158,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ValueError(f"{folder} is not a model folder: it holds no config.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} must hold a JSON object")
@@ -125,6 +171,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 def parse_model_config(raw: dict) -> ModelConfig:
     """Resolve the content of a config.json. Raises ValueError; code that the file names (auto_map) is never run."""
     architecture = _architecture(raw)
+    _check_rope_keys(raw)
     try:
         config = msgspec.convert(DEFAULTS[architecture] | raw, HfConfig)
     except msgspec.ValidationError as error:
@@ -148,7 +195,7 @@ def parse_model_config(raw: dict) -> ModelConfig:
         mlp_bias=config.mlp_bias and architecture == "LlamaForCausalLM",
         qk_norm=qwen3,
         tie_word_embeddings=config.tie_word_embeddings,
-        max_model_len=max_model_len(config, rope),
+        max_model_len=_checked_len(max_model_len(config, rope)),
         rope=rope,
         dtype=config.dtype or config.torch_dtype,
     )
@@ -159,20 +206,25 @@ def _architecture(raw: dict) -> str:
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise ValueError(f"architectures is missing; supported are {supported}")
-    if names[0] not in DEFAULTS:
+    if not isinstance(names[0], str) or names[0] not in DEFAULTS:
         raise ValueError(f"the architecture {names[0]} is not supported; supported are {supported}")
     return names[0]
 
 
 def _check_supported(config: HfConfig) -> None:
-    for name in SIZES:
-        if getattr(config, name) <= 0:
-            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+    _check_bounds(config, BOUNDS)
     if config.hidden_act != "silu":
         raise ValueError(f"hidden_act must be silu, got {config.hidden_act}")
     if config.quantization_config is not None:
         method = config.quantization_config.get("quant_method", "unnamed")
         raise ValueError(f"quantization_config ({method}) is not supported in safetensors folders; GGUF files are")
+
+
+def _check_bounds(values: msgspec.Struct, bounds: dict[str, tuple[float, float]]) -> None:
+    for name, (low, high) in bounds.items():
+        value = getattr(values, name)
+        if value is not None and not low <= value <= high:  # so that NaN fails too
+            raise ValueError(f"{name} must be between {low} and {high}, got {value}")
 
 
 def _num_kv_heads(config: HfConfig) -> int:
@@ -197,27 +249,39 @@ def _head_dim(config: HfConfig) -> int:
     return head_dim
 
 
+def _check_rope_keys(raw: dict) -> None:
+    """Refuse parameters per layer type; warn of those we know nothing about."""
+    for name in ("rope_scaling", "rope_parameters"):
+        given = raw.get(name)
+        for key in given.keys() - set(RawRope.__struct_fields__) if isinstance(given, dict) else ():
+            if isinstance(given[key], dict):
+                raise ValueError(f"{name} differs between layers ({key}), which is not supported")
+            log.warning("%s of %s is not known, and ignored", key, name)
+
+
 def parse_rope(config: HfConfig) -> RopeConfig:
     """The rotary parameters from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
-    raw = config.rope_scaling or config.rope_parameters or {}
-    rope_type = raw.get("rope_type", raw.get("type", "default"))
+    raw = config.rope_scaling or config.rope_parameters or RawRope()
+    rope_type = raw.rope_type or raw.type or "default"
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"the rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    partial = raw.get("partial_rotary_factor", config.partial_rotary_factor)
-    if partial not in (None, 1):
-        raise ValueError(f"partial_rotary_factor must be 1, got {partial}")
-    if rope_type != "default" and raw.get("factor") is None:
+    _check_bounds(raw, ROPE_BOUNDS)
+    for partial in (raw.partial_rotary_factor, config.partial_rotary_factor):
+        if partial not in (None, 1):
+            raise ValueError(f"partial_rotary_factor must be 1, got {partial}")
+    if rope_type != "default" and raw.factor is None:
         raise ValueError(f"the rope type {rope_type} needs a factor")
-    original = config.original_max_position_embeddings or raw.get("original_max_position_embeddings")
+    original = config.original_max_position_embeddings or raw.original_max_position_embeddings
     if rope_type == "dynamic":  # transformers measures its stretch against this, whatever else is given
         original = config.max_position_embeddings
-    fields = {name: raw[name] for name in RopeConfig.__struct_fields__ if name != "divisors" and raw.get(name) is not None}
+    given = {name: getattr(raw, name, None) for name in RopeConfig.__struct_fields__}
+    fields = {name: value for name, value in given.items() if value is not None}
     fields |= {"rope_type": rope_type, "original_max_position": original or config.max_position_embeddings}
-    fields["theta"] = raw.get("rope_theta") or config.rope_theta or 10000.0
-    try:
-        return msgspec.convert(fields, RopeConfig)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"rope_parameters: {error}") from None
+    fields["theta"] = raw.rope_theta or config.rope_theta or 10000.0
+    rope = RopeConfig(**fields)
+    if rope_type == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        raise ValueError(f"low_freq_factor ({rope.low_freq_factor}) must be below high_freq_factor ({rope.high_freq_factor})")
+    return rope
 
 
 def max_model_len(config: HfConfig, rope: RopeConfig) -> int:
@@ -233,6 +297,12 @@ def max_model_len(config: HfConfig, rope: RopeConfig) -> int:
     if config.use_sliding_window and config.sliding_window and _has_sliding_layer(config) and config.sliding_window < longest:
         log.warning("sliding-window attention is not supported: max_model_len is capped at the window of %d", config.sliding_window)
         return config.sliding_window
+    return longest
+
+
+def _checked_len(longest: int) -> int:
+    if not 2 <= longest <= MAX_MODEL_LEN:
+        raise ValueError(f"the context length that it asks for must be between 2 and {MAX_MODEL_LEN} tokens, got {longest}")
     return longest
 
 

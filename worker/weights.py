@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
 MAX_NAMES_SHOWN = 5
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class TensorSource(Protocol):
@@ -69,7 +70,10 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         """See TensorSource."""
-        return self.files[self.file_of[name]].get_tensor(name)
+        tensor = self.files[self.file_of[name]].get_tensor(name)
+        if tensor.dtype not in FLOATS:  # what is quantised needs scales that lie elsewhere
+            raise ValueError(f"{self.folder / self.file_of[name]}: {name} holds {tensor.dtype}, which is not supported")
+        return tensor
 
 
 def _file_names(folder: Path, index: dict[str, str] | None) -> list[str]:
@@ -83,7 +87,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         assert_names = all(isinstance(file_name, str) and Path(file_name).name == file_name for file_name in weight_map.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a valid index ({error}): damaged or edited") from None
     if not assert_names:
         raise ValueError(f"{path} must name files of its own folder")
@@ -115,7 +119,7 @@ def _size_complaint(path: Path) -> str | None:
         try:
             header = json.loads(file.read(header_size))
             end = 8 + header_size + max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     if size == end:
         return None
@@ -123,15 +127,19 @@ def _size_complaint(path: Path) -> str | None:
     return f"holds {size} bytes where its header asks for {end}: {what}"
 
 
-def load_weights(source: TensorSource, slices: dict[str, Tensor], ignored: Iterable[str] = ()) -> None:
-    """Copy every tensor into its slice, converted to the slice's type.
+def check_fit(source: TensorSource, slices: dict[str, Tensor], ignored: Iterable[str] = ()) -> None:
+    """Raise ValueError naming tensors that are missing, unexpected or misshapen. `ignored` may be present.
 
-    Raises ValueError naming tensors that are missing, unexpected or misshapen, before anything is copied. `ignored` may be present.
+    The slices may lie on the meta device: so a wrong configuration is found out before memory is asked for.
     """
     check_names(source.names(), slices.keys(), ignored)
     for name, target in slices.items():
         if source.shape(name) != tuple(target.shape):
             raise ValueError(f"{name} has shape {list(source.shape(name))} where the configuration asks for {list(target.shape)}")
+
+
+def copy_weights(source: TensorSource, slices: dict[str, Tensor]) -> None:
+    """Copy every tensor into its slice, converted to the slice's type; after `check_fit`."""
     for name, target in tqdm(slices.items(), desc="loading weights", unit="tensor", disable=not sys.stderr.isatty()):
         target.copy_(source.read(name))
 
