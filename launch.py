@@ -62,7 +62,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     batch = parser.add_argument_group("batching")
     add(batch, "max_num_seqs", "--max-num-seqs", "--max-running-requests", type=int, help="requests that run at once")
     add(batch, "max_num_batched_tokens", "--max-num-batched-tokens", "--chunked-prefill-size", type=int, help="tokens of one step")
-    add(batch, "max_pipeline_depth", "--max-pipeline-depth", type=int, help="steps sent ahead; 1 waits for each")
+    add(batch, "max_pipeline_depth", "--max-pipeline-depth", type=int, help="steps sent ahead at most; 1 waits for each")
     add(batch, "max_queued_requests", "--max-num-queued-reqs", "--max-queued-requests", type=int, help="requests that may wait")
     add(batch, "seed", "--seed", "--random-seed", type=int, help="of requests without a seed; default: random")
 

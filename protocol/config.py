@@ -34,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tune_kernels: bool = True  # time the kernels of each shape at load, where the cache does not know them
     cache_dir: str | None = None  # where tuning results last; None: nowhere
     enable_prefix_caching: bool = True
-    max_pipeline_depth: int = 2  # steps sent and not yet confirmed; 1 is the synchronous mode
+    max_pipeline_depth: int = 4  # steps sent and not yet confirmed, at most; 1 is the synchronous mode
     max_queued_requests: int = 1024
     tensor_parallel_size: int = 1
     seed: int | None = None  # of the seeds given to requests that name none; None: random

@@ -89,6 +89,7 @@ class Scheduler:
         self.table = RequestTable(limits.num_rows, limits.max_model_len, limits.block_size)
         self.deltas = DeltaBuilder(limits.num_rows)
         self.in_flight: deque[Plan] = deque()
+        self.depth = limits.max_pipeline_depth  # steps to keep in flight at present; at most that limit
         self.requests: dict[tuple[int, int], Request] = {}  # (frontend, handle) of every request not finished
         self.waiting: list[Request] = []  # oldest first
         self.draining: dict[int, Request] = {}  # by the generation of the row that it lost
@@ -161,7 +162,7 @@ class Scheduler:
     @property
     def has_room(self) -> bool:
         """Whether another step may be sent before one is confirmed."""
-        return len(self.in_flight) < self.limits.max_pipeline_depth
+        return len(self.in_flight) < self.depth
 
     def plan(self) -> Plan | None:
         """The next step, already accounted for; None when nothing can run."""

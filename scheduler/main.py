@@ -5,6 +5,7 @@ Run as `python -m scheduler.main CONFIG_FILE LIFELINE_FD`.
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 
 import zmq
@@ -29,6 +30,7 @@ from protocol.messages import (
 )
 from protocol.trace import NoTrace, Span, Trace, open_trace
 from protocol.transport import Endpoint, RoutedEndpoint, bind, check_handshake, open_socket
+from scheduler.clock import StepClock
 from scheduler.core import Limits, Plan, Scheduler
 
 log = logging.getLogger(__name__)
@@ -127,6 +129,8 @@ class SchedulerProcess:
         self.channels = channels
         self.trace = trace
         self.scheduler = Scheduler(limits)
+        self.clock = StepClock()
+        self.most_depth = limits.max_pipeline_depth
         self.workers = list(handshake.workers)
         self.frontends = list(handshake.frontends)  # a frontend's index here is its number in the scheduler
         self.welcome = SchedulerReady(PROTOCOL_VERSION, config.epoch, limits.max_model_len, limits.vocab_size)
@@ -139,9 +143,9 @@ class SchedulerProcess:
             self.handle(identity, message)
         for result in self.channels.results.drain():
             self.confirm(result)
+        self.scheduler.depth = self.clock.depth(self.most_depth, has_waiting=bool(self.scheduler.waiting))
         while self.scheduler.has_room and (plan := self.plan()):
-            with self.trace.span(Span.SEND, plan.delta.step):
-                self.channels.workers.send_to_all(self.workers, plan.delta)
+            self.send(plan)
 
     def handle(self, identity: bytes, message: AddRequest | AbortRequests | GetStats | FrontendHello) -> None:
         """One message of a frontend."""
@@ -165,6 +169,13 @@ class SchedulerProcess:
         with self.trace.span(Span.CONFIRM, result.step):
             for frontend, batch in self.scheduler.confirm(result).batches():
                 self.reply(frontend, batch)
+        self.clock.confirmed(result.step, time.monotonic(), len(self.scheduler.in_flight))
+
+    def send(self, plan: Plan) -> None:
+        """Hand a step to the workers."""
+        with self.trace.span(Span.SEND, plan.delta.step):
+            self.channels.workers.send_to_all(self.workers, plan.delta)
+        self.clock.sent(plan.delta.step, time.monotonic(), len(self.scheduler.in_flight))
 
     def plan(self) -> Plan | None:
         """The next step, if there is anything to run."""

@@ -1,5 +1,6 @@
 """What a step does, decided by pure functions."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,9 @@ LEAST_PROMPT_SHARE = 4
 
 # Blocks granted at once to a decoding row while the pool has room for twice that in every row.
 MOST_LEASED = 4
+
+# A round trip between hot processes takes 60 to 170 µs on the H200's host, over 1 ms at the 99.9th percentile.
+LATE_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -75,3 +79,14 @@ def can_admit(needed_blocks: int, free_blocks: int, num_running: int) -> bool:
 def lease_size(free_blocks: int, num_running: int) -> int:
     """Blocks for a row that needs one: several ahead while the pool is roomy, so that most decode steps grant none."""
     return MOST_LEASED if free_blocks >= 2 * MOST_LEASED * num_running else 1
+
+
+def pipeline_depth(most: int, step_s: float, round_trip_s: float, has_waiting: bool) -> int:
+    """Steps to keep in flight, so that the worker has its next one before it ends the last, also when a message is late.
+
+    Each step in flight is one that a newcomer waits for, and one that a stop wastes: two while requests wait, and no more than late
+    messages ask for. Before anything is measured, two.
+    """
+    if has_waiting or step_s == 0.0:
+        return min(most, 2)
+    return min(most, max(2, 1 + math.ceil((round_trip_s + LATE_S) / step_s)))
