@@ -217,11 +217,12 @@ class Scheduler:
     def _admit_one(self, request: Request) -> RowJoin | None:
         """Give a request a row and blocks, those of its prefix shared where they are indexed; None when blocks are short."""
         free, num_running = self.pool.num_free, self.table.num_running
-        if not can_admit(1, free, num_running):
-            return None  # not worth hashing its prompt
+        if num_running and free - num_running <= request.refused_at:
+            return None  # nothing has changed for the better: not worth hashing its prompt again
         shared, key = self.prefixes.find(request.tokens, request.salt)
         num_new = blocks_for(len(request.tokens) + 1, self.limits.block_size) - len(shared)
         if not can_admit(num_new + self.pool.count_idle(shared), free, num_running):
+            request.refused_at = free - num_running
             return None
         self.pool.share(shared)
         blocks = np.concatenate([np.array(shared, dtype=np.int32), self._take(num_new)])

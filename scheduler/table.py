@@ -31,6 +31,7 @@ class Request:
     sampling: RowSampling
     salt: bytes = b""  # requests share prefix blocks only with those of the same salt
     was_admitted: bool = False
+    refused_at: int = 0  # free blocks beyond one for each running row, when it last did not fit
     row: int | None = None
     num_in_flight: int = 0  # sampled tokens of a preempted request that are still to arrive
 

@@ -161,6 +161,23 @@ def test_no_placeholder_is_ever_indexed():
     assert {entry.tokens for entry in sim.scheduler.prefixes.entries.values()} <= blocks
 
 
+def test_a_long_prompt_that_waits_is_not_hashed_in_every_step():
+    sim = Simulation(num_rows=4, num_blocks=60, block_size=4, max_model_len=240)
+    for handle in range(3):
+        sim.add(handle, [handle] * 60, 100)
+    sim.step()
+    lookups = []
+    find = sim.scheduler.prefixes.find
+    sim.scheduler.prefixes.find = lambda tokens, salt: (lookups.append(len(tokens)), find(tokens, salt))[1]
+    sim.add(3, [9] * 200, 5)
+    for _ in range(50):
+        sim.step()
+    assert 3 not in sim.num_cached, "it must still be waiting"
+    assert lookups.count(200) < 5
+    sim.run()
+    assert sim.outputs[3] == continuation([9] * 200, 5)
+
+
 def test_the_index_stays_bounded_under_endless_new_prompts():
     sim = Simulation(num_rows=4, num_blocks=30, block_size=2, max_model_len=16)
     index = sim.scheduler.prefixes
