@@ -11,5 +11,3 @@ from kernels.rope_kv import rope_and_write_kv
 from kernels.sampling import sample
 
 __all__ = ["add_rms_norm", "embed", "linear", "paged_attention", "plan_step", "rms_norm", "rope_and_write_kv", "sample", "silu_mul"]
-
-reads_host_values = False
