@@ -1,11 +1,15 @@
 """However the engine ends, it ends whole: one reason on one line, the right exit code, nothing left."""
 
+import json
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import tiny_checkpoint
 from tests.engine_process import EngineProcess
 
 CHECKSUM = ("--executor", "checksum", "--num-threads", "1")
@@ -125,6 +129,28 @@ def test_a_bad_argument_is_one_line(engine, flags, reason):
     assert process.process.wait(10) == 2
     assert process.reason().startswith(reason)
     assert process.errors().count("\n") == 1
+
+
+def cut_a_shard(folder: Path) -> None:
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+
+
+def name_another_architecture(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [(cut_a_shard, r"model\.safetensors: .*cut short"), (name_another_architecture, "MambaForCausalLM.*Llama")]
+)
+def test_a_model_that_cannot_be_loaded_is_one_line(engine, damage, reason, tmp_path):
+    damage(tiny_checkpoint(tmp_path))
+    process = engine("--model", str(tmp_path))
+    assert process.process.wait(30) == 2
+    assert re.search(reason, process.reason())
+    assert "Traceback" not in process.errors()
+    process.assert_gone(within_s=0.5)
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:5555", "ipc://", "ipc:///no/such/folder/s", "ipc:///tmp/" + "x" * 120])
