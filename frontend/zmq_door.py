@@ -170,6 +170,7 @@ class ZmqDoor:
             return
         stats["open_requests"] = sum(map(len, self.clients.values()))
         stats["num_malformed_client"] = self.num_malformed
+        stats["num_dropped_client"] = self.outbox.num_dropped
         self.outbox.send(identity, Info(self.model_name, limits.max_model_len, limits.vocab_size, stats))
 
     # ---- messages out ---------------------------------------------------------------------------------------------

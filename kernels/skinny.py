@@ -9,7 +9,6 @@ S = inputs at a time
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 

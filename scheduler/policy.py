@@ -40,11 +40,6 @@ def plan_step(decode_rows: np.ndarray, prompt_rows: np.ndarray, prompt_tokens: n
     return StepPlan(decode_rows, prompt_rows[chosen], sizes[chosen])
 
 
-def most_step_tokens(num_rows: int, budget: int) -> int:
-    """The largest step that plan_step can make."""
-    return max(budget, num_rows + max(budget // LEAST_PROMPT_SHARE, 1))
-
-
 def share_budget(wanted: np.ndarray, room: int) -> np.ndarray:
     """Tokens for each prompt: half the room to the oldest, the rest to the shortest first.
 

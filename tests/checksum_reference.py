@@ -1,4 +1,4 @@
-"""The checksum model's next token in plain Python integers, written apart from the worker's."""
+"""The checksum model's tokens in plain Python integers, written apart from the worker's."""
 
 MASK = 2**64 - 1
 VOCAB_SIZE = 1000
@@ -9,12 +9,6 @@ def _weight(position: int) -> int:
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
     return z ^ z >> 31 | 1
-
-
-def next_token(tokens: list[int]) -> int:
-    """What follows these tokens."""
-    total = sum((token + 1) * _weight(i) for i, token in enumerate(tokens)) & MASK
-    return (total >> 32 & 0x7FFFFFFF) % VOCAB_SIZE
 
 
 def continuation(prompt: list[int], count: int, end_ids: tuple[int, ...] = ()) -> list[int]:

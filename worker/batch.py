@@ -51,7 +51,6 @@ class StepBatch:
 
     block_table_RB: Tensor
     num_results: int
-    longest_query: int  # new tokens of one sequence, at most
     kind: SamplingKind
     is_decode: bool  # one token per row and padded to a bucket
 
@@ -143,7 +142,7 @@ class PersistentBatch:
         is_real = (np.arange(bucket) < count).astype(np.int32)
         index = np.arange(bucket, dtype=np.int32)
         kind = self._kind(self._decode_rows)
-        batch = self._decode_buffers.view(bucket, bucket, bucket, num_results=count, longest_query=1, kind=kind, is_decode=True)
+        batch = self._decode_buffers.view(bucket, bucket, bucket, num_results=count, kind=kind, is_decode=True)
         write = self.staging.write
         write(batch.rows_T, rows)
         write(batch.rows_S, rows)
@@ -166,7 +165,7 @@ class PersistentBatch:
         num_tokens, num_samples = int(starts[-1]), int(samples.sum())
         batch = self._mixed_buffers.view(
             num_tokens, len(rows), num_samples,
-            num_results=num_samples, longest_query=int(counts.max()), kind=self._kind(rows[samples]), is_decode=False,
+            num_results=num_samples, kind=self._kind(rows[samples]), is_decode=False,
         )  # fmt: skip
         write = self.staging.write
         write(batch.rows_T, np.repeat(rows, counts))

@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from frontend.client import AsyncClient
 from tests.bench.timelines import Timeline
