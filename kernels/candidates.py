@@ -1,12 +1,15 @@
 """The configurations worth timing for a projection, and for the head. What won on an H200 comes first."""
 
+import torch
+
 from kernels.head import Head, HeadConfig
 from kernels.library import LibraryConfig
 from kernels.matvec import MatvecConfig
 from kernels.projection import Op, Projection
 from kernels.skinny import SkinnyConfig
+from kernels.sliced import SlicedConfig
 
-Config = MatvecConfig | SkinnyConfig | LibraryConfig
+Config = MatvecConfig | SlicedConfig | SkinnyConfig | LibraryConfig
 
 # Beyond this many rows sums of products lose to matrix units.
 MOST_MATVEC_ROWS = 8
@@ -18,28 +21,31 @@ MANY_ROWS = 128
 
 # outputs, inputs, splits, early, warps, stages
 _SKINNY = [SkinnyConfig(*c) for c in (
-    (64, 128, 2, 4, 4, 4), (64, 128, 4, 4, 4, 4), (64, 128, 1, 4, 4, 4), (64, 128, 4, 0, 4, 4), (64, 128, 1, 0, 4, 4),
-    (64, 128, 2, 0, 4, 4), (64, 128, 8, 2, 4, 4), (64, 128, 1, 2, 4, 3), (64, 128, 2, 2, 4, 3), (32, 128, 1, 2, 4, 4),
-    (128, 64, 1, 0, 8, 4), (128, 64, 2, 0, 8, 4), (128, 128, 1, 0, 8, 3), (64, 64, 1, 0, 4, 4), (64, 64, 3, 0, 4, 4),
-    (64, 32, 1, 0, 4, 4), (64, 16, 1, 0, 4, 4),
+    (64, 128, 4, 4, 4, 4), (64, 128, 2, 4, 4, 4), (64, 128, 4, 2, 4, 4), (64, 128, 4, 0, 4, 4), (64, 128, 1, 0, 4, 4),
+    (64, 128, 2, 0, 4, 4), (64, 128, 2, 2, 4, 3), (64, 128, 1, 2, 4, 3), (32, 128, 2, 4, 4, 4), (32, 128, 4, 2, 4, 4),
+    (128, 64, 1, 0, 8, 4), (128, 64, 2, 0, 8, 4), (128, 128, 1, 0, 8, 3),
 )]  # fmt: skip
+# outputs, warps, inputs
+_SLICED = [SlicedConfig(*c) for c in ((16, 4, 256), (16, 8, 128), (32, 8, 128), (16, 8, 256), (8, 8, 256), (16, 16, 64))]
 _SKINNY_HEAD = [SkinnyConfig(*c) for c in (
     (64, 128, 1, 0, 4, 4), (64, 128, 1, 4, 4, 4), (128, 128, 1, 0, 8, 3), (128, 64, 1, 0, 8, 4), (128, 64, 1, 0, 4, 4),
-    (64, 64, 1, 0, 4, 4), (64, 32, 1, 0, 4, 4), (64, 16, 1, 0, 4, 4),
 )]  # fmt: skip
+# For inputs that the above do not divide: one of them fits whatever the shape.
+_SKINNY_ODD = [SkinnyConfig(64, 64, 3), SkinnyConfig(64, 64), SkinnyConfig(64, 32), SkinnyConfig(64, 16)]
 
 
 def candidates(projection: Projection) -> list[Config]:
     """Configurations that fit, at least one. The first is a fair choice where nothing is timed."""
     p = projection
     sums = _matvec(p) if p.rows <= MOST_MATVEC_ROWS else []
-    tiles = [config for config in _SKINNY if config.fits(p)]
+    slices = [config for config in _SLICED if config.fits(p)] if p.dtype != torch.float32 else []
+    if sums and p.rows <= FEW_ROWS:
+        return sums + slices
+    tiles = [config for config in _SKINNY if config.fits(p)] or [config for config in _SKINNY_ODD if config.fits(p)]
     library = [LibraryConfig()] if p.rows >= FEWEST_LIBRARY_ROWS else []
-    if p.rows <= FEW_ROWS:
-        return sums + tiles
     if library and (p.rows >= MANY_ROWS or p.op is Op.NORM_GATE_UP):
-        return library + tiles
-    return tiles + sums + library
+        return library + slices + tiles
+    return slices + tiles + sums + library
 
 
 def head_candidates(head: Head) -> list[HeadConfig]:
@@ -49,20 +55,21 @@ def head_candidates(head: Head) -> list[HeadConfig]:
         outputs = 32 if head.rows <= 2 else 16
         found += [MatvecConfig(outputs, 4, 1024), MatvecConfig(outputs // 2, 4, 1024), MatvecConfig(outputs, 8, 1024)]
         found += [MatvecConfig(16, 8, 512)]
-    return found + [config for config in _SKINNY_HEAD if head.fits(config)]
+    tiles = [config for config in _SKINNY_HEAD if head.fits(config)] or [config for config in _SKINNY_ODD if head.fits(config)]
+    return found + tiles
 
 
 def _matvec(p: Projection) -> list[MatvecConfig]:
     """Outputs, warps, inputs at a time, cap on registers. With several rows weights are kept as float32: twice the registers."""
     if p.rows > 2:
-        return [MatvecConfig(*c) for c in ((8, 8, 1024), (8, 8, 512), (8, 4, 512), (16, 8, 512), (4, 4, 1024))]
+        return [MatvecConfig(8, 8, 1024), MatvecConfig(16, 8, 512)]
+    whole = min(p.inputs, 3072)
     match p.op:
         case Op.NORM_LINEAR:
-            return [MatvecConfig(16, 8, 1024), MatvecConfig(8, 8, 2048), MatvecConfig(32, 8, 512), MatvecConfig(8, 4, 1024)]
+            return [MatvecConfig(*c) for c in ((16, 8, 1024), (8, 8, 1024), (8, 4, 1024), (32, 8, 1024), (16, 4, 1024))]
         case Op.LINEAR_ADD:
-            whole = min(p.inputs, 3072)
             cap = 96 if whole == 3072 and p.rows == 1 else None
-            return [MatvecConfig(8, 8, whole, cap), MatvecConfig(8, 8, 2048), MatvecConfig(4, 4, 2048), MatvecConfig(8, 4, 1024)]
+            return [MatvecConfig(*c) for c in ((8, 8, whole, cap), (8, 8, whole), (4, 4, whole), (8, 4, 1024), (16, 8, 1024))]
         case Op.NORM_GATE_UP:
             cap = 128 if p.rows == 1 else None
-            return [MatvecConfig(16, 8, 1024, cap), MatvecConfig(8, 8, 1024), MatvecConfig(8, 8, 2048), MatvecConfig(16, 8, 512)]
+            return [MatvecConfig(*c) for c in ((16, 8, 1024, cap), (8, 8, 1024), (24, 8, 1024), (8, 4, 1024), (16, 8, 512))]

@@ -1,7 +1,7 @@
 """Attention of a decode step in one kernel: query-key norm, rotary embedding, the KV write and split-KV attention over paged KV.
 
 B = rows of the step, R = rows of the row state, H = query heads, K = KV heads, G = H / K, E = (H + 2K) * F, F = head width,
-X = H * F, M = heads of a KV head's group, padded; N = context tokens of a tile, P = parts that a KV head's context is split into
+X = H * F, M = heads of a KV head's group, each repeated; N = context tokens of a tile, P = parts that a KV head's context is split into
 
 A KV pool is [blocks + 1, K, block_size, F]. The last row of the row state is scratch: padding points at it.
 """
@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention import LOG2_E, attend_range, kv_offsets, load_kv, scores, softmax_step
-from kernels.device import Launch, let_dependents_start, wait_for_predecessor
+from kernels.attention import LOG2_E, kv_offsets, load_kv
+from kernels.device import Launch, dot, let_dependents_start, wait_for_predecessor
 from kernels.rope_kv import load_rotated
 
-# Elements of the tile that merges parts: 16 parts of 2 heads of 128.
-_MERGE_TILE = 4096
+# Elements for each warp of the tile that merges parts: 8 parts of 2 heads of 128. More would decide the registers of the kernel.
+_MERGE_TILE = 2048
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,23 @@ class DecodeConfig:
         return self.shares + self.new_token_apart
 
 
-def decode_config(batch: int, num_kv_heads: int, max_context: int) -> DecodeConfig:
-    """A configuration near the best at any lengths: about 1024 programs while that takes shares, and never more shares than tiles.
+def decode_configs(batch: int, num_kv_heads: int, max_context: int) -> list[DecodeConfig]:
+    """The configurations worth timing; the first is near the best at any lengths.
 
-    Whole steps of the 0.6B shape on an H200, contexts about 257, in ms: batch 1 0.599 (128 tokens a tile: 0.677), batch 64 1.56 (two
-    shares: 1.73), batch 256 3.48 (64 tokens a tile: 3.81).
+    About 1024 programs while that takes shares, and never more shares than tiles. One warp to a program wherever it has few tokens:
+    with two, every softmax step has barriers.
     """
-    if batch >= 128:
-        return DecodeConfig(16, 1, new_token_apart=False, prefetch=False, warps=1, stages=4)
-    programs = batch * num_kv_heads
-    shares = 1 if programs >= 512 else max(1, min(32, 1024 // programs, -(-max_context // 64)))
-    few = batch <= 8
-    return DecodeConfig(64, shares, new_token_apart=few, prefetch=few, warps=4 if batch <= 2 else 2, stages=3)
+    most = max(1, min(32, 1024 // (batch * num_kv_heads), -(-max_context // 32)))
+    if batch <= 8:
+        found = [(32, most, True, True, 1, 3), (32, most, False, True, 1, 3), (32, most, True, True, 2, 3), (64, most, True, True, 2, 3)]
+    elif batch < 64:
+        half = max(1, most // 2)
+        found = [(32, half, False, True, 1, 3), (32, most, False, True, 1, 3), (64, half, False, False, 2, 3)]
+    elif batch < 128:
+        found = [(64, 1, False, False, 2, 3), (32, 2, False, True, 1, 3), (32, 1, False, False, 1, 4), (16, 1, False, False, 1, 4)]
+    else:
+        found = [(16, 1, False, False, 1, 4), (32, 1, False, False, 1, 4), (32, 1, False, True, 1, 3), (64, 1, False, False, 2, 3)]
+    return [DecodeConfig(*config) for config in found]
 
 
 @dataclass(frozen=True)
@@ -95,12 +100,48 @@ def _write_new_token(qkv, table, past, kv_head, k_norm_F, cos_F, sin_F, dims_F, 
 
 
 @triton.jit
-def _attend_loaded(q_MF, k_NF, v_NF, tokens_N, end, highest_M, total_M, acc_MF):
-    """Fold a tile that was loaded before the length was looked at into the softmax state."""
-    # Beyond the end lies what earlier owners left: a masked NaN would still poison the sum.
-    v_NF = tl.where((tokens_N < end)[:, None], v_NF, tl.zeros_like(v_NF))
-    scores_MN = tl.where((tokens_N < end)[None, :], scores(q_MF, k_NF), float("-inf"))
-    return softmax_step(scores_MN, v_NF, highest_M, total_M, acc_MF)
+def _repeat(x_GF, BLOCK_M: tl.constexpr):
+    """Each row several times, so that BLOCK_M rows fill a matrix unit: zeros would cost their norm and rotation too."""
+    G: tl.constexpr = x_GF.shape[0]
+    F: tl.constexpr = x_GF.shape[1]
+    return tl.reshape(tl.broadcast_to(x_GF[:, None, :], [G, BLOCK_M // G, F]), [BLOCK_M, F])
+
+
+@triton.jit
+def _attend(q_MF, k_NF, v_NF, tokens_N, end, highest_M, total_M, acc_FM):
+    """Fold the tokens before `end` of a tile into the running softmax.
+
+    Tokens are the wide side of both products and the heads their narrow side of 8: half the instructions and accumulators of the
+    usual way round, where a few heads would be padded to 16. https://arxiv.org/abs/2205.14135
+    """
+    scores_NM = dot(k_NF, tl.trans(q_MF), tl.zeros([k_NF.shape[0], q_MF.shape[0]], tl.float32))
+    scores_NM = tl.where((tokens_N < end)[:, None], scores_NM, float("-inf"))
+    new_highest_M = tl.maximum(highest_M, tl.max(scores_NM, 0))
+    keep_M = tl.exp2(highest_M - new_highest_M)
+    weight_NM = tl.exp2(scores_NM - new_highest_M[None, :])
+    acc_FM = dot(tl.trans(v_NF), weight_NM.to(v_NF.dtype), acc_FM * keep_M[None, :])
+    return new_highest_M, total_M * keep_M + tl.sum(weight_NM, 0), acc_FM
+
+
+@triton.jit
+def _load_tile(k_pool, v_pool, block_N, tokens_N, kv_head, dims_F, K: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr,
+               BLOCK_SIZE: tl.constexpr):
+    at_NF = kv_offsets(block_N, tokens_N, kv_head, dims_F, K, BLOCK_SIZE, F)
+    return load_kv(k_pool, at_NF, dims_F, F, BLOCK_F), load_kv(v_pool, at_NF, dims_F, F, BLOCK_F)
+
+
+@triton.jit
+def _attend_tiles(state, q_MF, table, k_pool, v_pool, kv_head, dims_F, first, end, STEP: tl.constexpr, K: tl.constexpr,
+                  F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr):
+    """Fold the tiles that begin at first, first + STEP and so on before end into the running softmax."""
+    highest_M, total_M, acc_FM = state
+    for start in tl.range(first, end, STEP, num_stages=STAGES):
+        tokens_N = start + tl.arange(0, TOKENS)
+        safe_N = tl.minimum(tokens_N, end - 1)  # beyond lies what earlier owners left: a NaN would poison the sum
+        block_N = tl.load(table + safe_N // BLOCK_SIZE)
+        k_NF, v_NF = _load_tile(k_pool, v_pool, block_N, safe_N, kv_head, dims_F, K, F, BLOCK_F, BLOCK_SIZE)
+        highest_M, total_M, acc_FM = _attend(q_MF, k_NF, v_NF, tokens_N, end, highest_M, total_M, acc_FM)
+    return highest_M, total_M, acc_FM
 
 
 @triton.jit
@@ -131,18 +172,20 @@ def _hand_in(state, part, log_sum, arrived, out_BX, b, kv_head, p, used, is_padd
              F: tl.constexpr, BLOCK_G: tl.constexpr, PARTS: tl.constexpr, MERGE_PARTS: tl.constexpr):
     """Write the output of the only part, or leave this part for the last program to arrive, and be that program."""
     G: tl.constexpr = H // K
-    highest_M, total_M, acc_MF = state
-    group_M = tl.arange(0, acc_MF.shape[0])
+    highest_M, total_M, acc_FM = state
+    REPEATS: tl.constexpr = acc_FM.shape[1] // BLOCK_G
+    group_M = tl.arange(0, acc_FM.shape[1]) // REPEATS
     head_M = (b * K + kv_head) * G + group_M
-    in_use_MF = (group_M < G)[:, None] & (dims_F < F)[None, :]
-    out_MF = acc_MF / total_M[:, None]
+    in_use_M = (group_M < G) & (tl.arange(0, acc_FM.shape[1]) % REPEATS == 0)
+    in_use_FM = (dims_F < F)[:, None] & in_use_M[None, :]
+    out_FM = acc_FM / total_M[None, :]
     if PARTS == 1:
-        out_MF = tl.where(is_padding, 0.0, out_MF)
-        tl.store(out_BX + head_M[:, None] * F + dims_F[None, :], out_MF.to(out_BX.dtype.element_ty), mask=in_use_MF)
+        out_FM = tl.where(is_padding, 0.0, out_FM)
+        tl.store(out_BX + head_M[None, :] * F + dims_F[:, None], out_FM.to(out_BX.dtype.element_ty), mask=in_use_FM)
     else:
         stride = tl.num_programs(2) * H
-        tl.store(part + (p * stride + head_M)[:, None] * F + dims_F[None, :], out_MF, mask=in_use_MF)
-        tl.store(log_sum + p * stride + head_M, highest_M + tl.log2(total_M), mask=group_M < G)
+        tl.store(part + (p * stride + head_M)[None, :] * F + dims_F[:, None], out_FM, mask=in_use_FM)
+        tl.store(log_sum + p * stride + head_M, highest_M + tl.log2(total_M), mask=in_use_M)
         tl.debug_barrier()
         if tl.atomic_add(arrived + b * K + kv_head, 1, sem="acq_rel") == used - 1:
             group_G = tl.arange(0, BLOCK_G)
@@ -160,17 +203,16 @@ def _cos_sin(cos, sin, index, dims_F, F: tl.constexpr):
     return tl.load(cos + at_F, mask=dims_F < F, other=0.0), tl.load(sin + at_F, mask=dims_F < F, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scratch_row", "table_width"])
 def _decode_attention_kernel(qkv_BE, rows_B, length_R, block_table_RB, cos, sin, q_norm_F, k_norm_F, k_pool, v_pool, part, log_sum,
                              arrived, out_BX, scale, scratch_row, table_width, ROPE_BY_POSITION: tl.constexpr, H: tl.constexpr,
                              K: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr,
-                             BLOCK_SIZE: tl.constexpr, EPS: tl.constexpr, TOKENS: tl.constexpr, SHARES: tl.constexpr,
-                             APART: tl.constexpr, PREFETCH: tl.constexpr, STAGES: tl.constexpr, MERGE_PARTS: tl.constexpr,
-                             PDL: tl.constexpr):
+                             BLOCK_SIZE: tl.constexpr, EPS: tl.constexpr, TOKENS: tl.constexpr, SHARES: tl.constexpr, APART: tl.constexpr,
+                             PREFETCH: tl.constexpr, STAGES: tl.constexpr, MERGE_PARTS: tl.constexpr, PDL: tl.constexpr):
     """One KV head of one row, and one share of its past tokens, the new token, or both."""
     let_dependents_start(PDL)
     kv_head, p, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    dims_F, group_M = tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_M)
+    dims_F, group_G = tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_G)
     row = tl.load(rows_B + b)
     past = tl.load(length_R + row)
     table = block_table_RB + row.to(tl.int64) * table_width
@@ -180,35 +222,33 @@ def _decode_attention_kernel(qkv_BE, rows_B, length_R, block_table_RB, cos, sin,
     block_N = tl.load(table + tl.minimum(tokens_N // BLOCK_SIZE, table_width - 1))
     used = tl.maximum(tl.minimum(tl.cdiv(past, TOKENS), SHARES) + APART, 1)
     if p >= used:
-        wait_for_predecessor(PDL)
-        return
+        return  # without a wait: share 0's wait holds back the kernel's end, so transitivity stays, and its place is free
     if PREFETCH:
-        at_NF = kv_offsets(block_N, tokens_N, kv_head, dims_F, K, BLOCK_SIZE, F)
-        k_NF, v_NF = load_kv(k_pool, at_NF, dims_F, F, BLOCK_F), load_kv(v_pool, at_NF, dims_F, F, BLOCK_F)
+        k_NF, v_NF = _load_tile(k_pool, v_pool, block_N, tokens_N, kv_head, dims_F, K, F, BLOCK_F, BLOCK_SIZE)
+        # What earlier owners left could poison the sum. Not after the wait: so the tile goes into shared memory, not registers.
+        v_NF = tl.where((tokens_N < past)[:, None], v_NF, tl.zeros_like(v_NF))
     if ROPE_BY_POSITION:
         cos_F, sin_F = _cos_sin(cos, sin, past, dims_F, F)
     wait_for_predecessor(PDL)
     if not ROPE_BY_POSITION:
         cos_F, sin_F = _cos_sin(cos, sin, b, dims_F, F)
-    qkv = qkv_BE + b * ((H + 2 * K) * F)
-    in_use_MF = (group_M < H // K)[:, None] & (dims_F < F)[None, :]
-    q_MF = load_rotated(qkv + (kv_head * (H // K) + group_M) * F, in_use_MF, q_norm_F, cos_F, sin_F, dims_F, F, EPS)
-    q_MF = (q_MF * scale).to(k_pool.dtype.element_ty)
+    qkv, in_use_GF = qkv_BE + b * ((H + 2 * K) * F), (group_G < H // K)[:, None] & (dims_F < F)[None, :]
+    q_GF = load_rotated(qkv + (kv_head * (H // K) + group_G) * F, in_use_GF, q_norm_F, cos_F, sin_F, dims_F, F, EPS)
+    q_GF = (q_GF * scale).to(k_pool.dtype.element_ty)
+    q_MF = _repeat(q_GF, BLOCK_M)
     highest_M, total_M = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    acc_MF = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
+    acc_FM = tl.zeros([BLOCK_F, BLOCK_M], tl.float32)
     if p == 0:
-        k_F, v_F = _write_new_token(qkv, table, past, kv_head, k_norm_F, cos_F, sin_F, dims_F, k_pool, v_pool, H, K, F, BLOCK_SIZE,
-                                    EPS)
-        highest_M = tl.sum(q_MF.to(tl.float32) * k_F[None, :], 1)
-        total_M, acc_MF = total_M + 1.0, acc_MF + v_F[None, :]
+        k_F, v_F = _write_new_token(qkv, table, past, kv_head, k_norm_F, cos_F, sin_F, dims_F, k_pool, v_pool, H, K, F, BLOCK_SIZE, EPS)
+        highest_M = tl.reshape(_repeat(tl.sum(q_GF.to(tl.float32) * k_F[None, :], 1)[:, None], BLOCK_M), [BLOCK_M])
+        total_M, acc_FM = total_M + 1.0, acc_FM + v_F[:, None]
     end = tl.where(p < APART, 0, past)
     if PREFETCH:
         if first < end:
-            highest_M, total_M, acc_MF = _attend_loaded(q_MF, k_NF, v_NF, tokens_N, end, highest_M, total_M, acc_MF)
+            highest_M, total_M, acc_FM = _attend(q_MF, k_NF, v_NF, tokens_N, end, highest_M, total_M, acc_FM)
         first += SHARES * TOKENS
-    limit_M = tl.zeros([BLOCK_M], tl.int32) + (end - 1)
-    state = attend_range((highest_M, total_M, acc_MF), q_MF, limit_M, 1.0, table, k_pool, v_pool, kv_head, dims_F, first, end,
-                         SHARES * TOKENS, True, K, F, BLOCK_SIZE, TOKENS, STAGES)
+    state = _attend_tiles((highest_M, total_M, acc_FM), q_MF, table, k_pool, v_pool, kv_head, dims_F, first, end, SHARES * TOKENS, K, F,
+                          BLOCK_F, BLOCK_SIZE, TOKENS, STAGES)
     _hand_in(state, part, log_sum, arrived, out_BX, b, kv_head, p, used, row == scratch_row, dims_F, H, K, F, BLOCK_G,
              SHARES + APART, MERGE_PARTS)
 
@@ -221,9 +261,9 @@ def decode_attention_launch(
     H, K, F = heads
     block_f, block_g = max(16, triton.next_power_of_2(F)), triton.next_power_of_2(H // K)
     constants = dict(
-        ROPE_BY_POSITION=rope_by_position, H=H, K=K, F=F, BLOCK_F=block_f, BLOCK_M=max(16, block_g), BLOCK_G=block_g,
+        ROPE_BY_POSITION=rope_by_position, H=H, K=K, F=F, BLOCK_F=block_f, BLOCK_M=max(8, block_g), BLOCK_G=block_g,
         BLOCK_SIZE=block_size, EPS=eps, TOKENS=config.tokens, SHARES=config.shares, APART=int(config.new_token_apart),
-        PREFETCH=config.prefetch, STAGES=config.stages, MERGE_PARTS=max(1, min(16, _MERGE_TILE // (block_f * block_g))),
+        PREFETCH=config.prefetch, STAGES=config.stages, MERGE_PARTS=max(1, min(16, _MERGE_TILE * config.warps // (block_f * block_g))),
     )  # fmt: skip
     arguments = (*tensors, scale * LOG2_E, scratch_row, table_width)
     return Launch(_decode_attention_kernel, (K, config.parts, B), arguments, constants, pdl, config.warps)

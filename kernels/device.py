@@ -5,8 +5,11 @@ before the wait it reads only weights, tables and row state that earlier steps w
 kernel of a step is launched without it.
 """
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import triton
 import triton.language as tl
@@ -41,6 +44,18 @@ class Launch:
             return dict(PDL=False)
         cap = {} if self.max_registers is None else dict(maxnreg=self.max_registers)
         return dict(PDL=self.pdl, launch_pdl=self.pdl, num_warps=self.warps, **cap)
+
+
+def fix_cache_keys() -> None:
+    """Hash all kernels in one order, whatever will be launched first, so that every process finds the others' binaries.
+
+    Triton 3.6 and 3.7 give a kernel another key after hashing one that shares a function with it: most binaries compiled ahead were
+    compiled again.
+    """
+    for module in sorted(info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)])):
+        for value in vars(importlib.import_module(f"kernels.{module}")).values():
+            if isinstance(value, triton.JITFunction):
+                value.cache_key  # noqa: B018 (computed and kept at the first look)
 
 
 @triton.jit

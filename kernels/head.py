@@ -1,4 +1,4 @@
-"""Final norm, logits and choice of a token in one kernel; the logits are never written.
+"""Logits and choice of a token in one kernel; the logits are never written.
 
 Every program packs the value and the id of its best token into one integer per row and raises best_B to it, so the outcome does not
 depend on the order of the programs. kernels.reference_fused.head_sample describes the packing.
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kernels import matvec, skinny
 from kernels.device import Launch, let_dependents_start, wait_for_predecessor
-from kernels.matvec import MatvecConfig, first_tiles, row_products
+from kernels.matvec import MatvecConfig, load_weights, row_products
 from kernels.projection import Op, Projection
 from kernels.reference_fused import NOTHING as _NOTHING
 from kernels.reference_fused import Chance
 from kernels.rows import pack_best
-from kernels.skinny import SkinnyConfig, inverse_rms, tile_product
+from kernels.skinny import SkinnyConfig, tile_product
 
 NOTHING = tl.constexpr(_NOTHING)
 HeadConfig = MatvecConfig | SkinnyConfig
@@ -35,13 +35,12 @@ class Head:
     rows: int
     dtype: torch.dtype
     sampled_vocab: int
-    eps: float
     has_chance: bool
 
     @property
     def projection(self) -> Projection:
         """The matrix product in it."""
-        return Projection(Op.NORM_LINEAR, self.vocab, self.inputs, self.rows, self.dtype, eps=self.eps)
+        return Projection(Op.LINEAR_ADD, self.vocab, self.inputs, self.rows, self.dtype)
 
     def fits(self, config: HeadConfig) -> bool:
         """Whether a configuration can run it: one that sums all inputs in one program."""
@@ -49,25 +48,25 @@ class Head:
 
 
 def head_sample(
-    config: HeadConfig, head: Head, x_BD: Tensor, norm_D: Tensor, head_VD: Tensor, best_B: Tensor, chance: Chance | None, pdl: bool
+    config: HeadConfig, head: Head, normed_BD: Tensor, head_VD: Tensor, best_B: Tensor, chance: Chance | None, pdl: bool
 ) -> None:
     """Raise each best_B, int64, to its row's best packed token; it held NOTHING before the first."""
-    assert head.fits(config) and x_BD.shape == (head.rows, head.inputs) and head_VD.shape == (head.vocab, head.inputs)
-    assert norm_D.shape == (head.inputs,) and best_B.shape == (head.rows,) and best_B.dtype == torch.int64
-    assert all(t.dtype == head.dtype and t.is_contiguous() for t in (x_BD, norm_D, head_VD))
+    assert head.fits(config) and normed_BD.shape == (head.rows, head.inputs) and head_VD.shape == (head.vocab, head.inputs)
+    assert best_B.shape == (head.rows,) and best_B.dtype == torch.int64
+    assert all(t.dtype == head.dtype and t.is_contiguous() for t in (normed_BD, head_VD))
     assert (chance is not None) == head.has_chance and 0 < head.sampled_vocab <= head.vocab
-    _launch(config, head, (x_BD, norm_D, head_VD, best_B), chance, pdl).run()
+    _launch(config, head, (normed_BD, head_VD, best_B), chance, pdl).run()
 
 
 def compile_head(config: HeadConfig, head: Head, pdl: bool) -> None:
     """Compile what `head_sample` launches."""
     chance = Chance(torch.int32, torch.float32, torch.int64, torch.int32) if head.has_chance else None
-    _launch(config, head, (head.dtype, head.dtype, head.dtype, torch.int64), chance, pdl).compile()
+    _launch(config, head, (head.dtype, head.dtype, torch.int64), chance, pdl).compile()
 
 
 def _launch(config: HeadConfig, head: Head, tensors: tuple, chance: Chance | None, pdl: bool) -> Launch:
     arguments = (*tensors, *(chance or (None,) * len(Chance._fields)))
-    constants = dict(V=head.vocab, D=head.inputs, SAMPLED=head.sampled_vocab, EPS=head.eps)
+    constants = dict(V=head.vocab, D=head.inputs, SAMPLED=head.sampled_vocab)
     if isinstance(config, MatvecConfig):
         constants |= dict(B=head.rows) | matvec.tile_options(config, head.inputs, head.dtype.itemsize)
         grid = (triton.cdiv(head.sampled_vocab, config.outputs),)
@@ -107,13 +106,13 @@ def _pack(values, ids, SAMPLED: tl.constexpr):
 
 
 @triton.jit
-def _row_head_kernel(x_BD, norm_D, head_VD, best_B, rows_B, temperature_R, seed_R, length_R, B: tl.constexpr, V: tl.constexpr,
+def _row_head_kernel(x_BD, head_VD, best_B, rows_B, temperature_R, seed_R, length_R, B: tl.constexpr, V: tl.constexpr,
                      D: tl.constexpr, SAMPLED: tl.constexpr, WARPS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
-                     CHUNKS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr):
+                     CHUNKS: tl.constexpr, PDL: tl.constexpr):
     """Few rows of x: sums of products."""
     let_dependents_start(PDL)
     first = tl.program_id(0) * (GROUPS * WARPS)
-    weights, gains = first_tiles(norm_D, head_VD, first, V, D, 1, WARPS, GROUPS, CHUNK, CHUNKS)
+    weights = load_weights(head_VD, first, 0, D % (CHUNK * CHUNKS) == 0, V, D, 1, WARPS, GROUPS, CHUNK, CHUNKS)
     temperatures, seeds, positions = (), (), ()
     if rows_B is not None:  # behind the weights, because these loads wait for each other
         for b in tl.static_range(B):
@@ -121,7 +120,7 @@ def _row_head_kernel(x_BD, norm_D, head_VD, best_B, rows_B, temperature_R, seed_
             temperatures, seeds = temperatures + (tl.load(temperature_R + row),), seeds + (tl.load(seed_R + row),)
             positions = positions + (tl.load(length_R + row) + 1,)
     wait_for_predecessor(PDL)
-    logits = row_products(weights, gains, x_BD, norm_D, head_VD, first, B, V, D, 1, WARPS, GROUPS, CHUNK, CHUNKS, EPS)
+    logits = row_products(weights, x_BD, head_VD, first, B, V, D, 1, False, WARPS, GROUPS, CHUNK, CHUNKS, 0.0)
     for b in tl.static_range(B):
         best_Y = tl.full([WARPS], NOTHING, tl.int64)
         for g in tl.static_range(GROUPS):
@@ -134,16 +133,14 @@ def _row_head_kernel(x_BD, norm_D, head_VD, best_B, rows_B, temperature_R, seed_
 
 
 @triton.jit(do_not_specialize=["B"])
-def _tile_head_kernel(x_BD, norm_D, head_VD, best_B, rows_B, temperature_R, seed_R, length_R, B, V: tl.constexpr, D: tl.constexpr,
+def _tile_head_kernel(x_BD, head_VD, best_B, rows_B, temperature_R, seed_R, length_R, B, V: tl.constexpr, D: tl.constexpr,
                       SAMPLED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, S: tl.constexpr, SHARE: tl.constexpr,
-                      EARLY: tl.constexpr, STAGES: tl.constexpr, BATCHES: tl.constexpr, IS_FULL: tl.constexpr, EPS: tl.constexpr,
-                      PDL: tl.constexpr):
+                      EARLY: tl.constexpr, STAGES: tl.constexpr, BATCHES: tl.constexpr, IS_FULL: tl.constexpr, PDL: tl.constexpr):
     """Many rows of x: matrix units."""
     let_dependents_start(PDL)
     first, first_row = tl.program_id(0) // BATCHES * N, tl.program_id(0) % BATCHES * M
-    values_NM, _, squares_M = tile_product(
-        x_BD, norm_D, head_VD, first, first_row, 0, B, V, D, 1, M, N, S, SHARE, EARLY, STAGES, IS_FULL, PDL)
-    values_NM *= inverse_rms(squares_M, D, EPS)[None, :]
+    values_NM, _, _ = tile_product(
+        x_BD, head_VD, first, first_row, 0, B, V, D, 1, False, M, N, S, SHARE, EARLY, STAGES, IS_FULL, PDL)
     ids_NM = (first + tl.arange(0, N))[:, None] + tl.zeros([1, M], tl.int32)
     rows_M = first_row + tl.arange(0, M)
     if rows_B is not None:

@@ -31,13 +31,13 @@ class LibraryConfig:
 
     def run(self, projection: Projection, operands: Operands, scratch: Scratch, pdl: bool) -> None:
         """Compute the projection."""
-        p, (x_BK, norm_K, weight_WK, bias_W, out_BO) = projection, operands
+        p, (x_BK, weight_WK, bias_W, out_BO) = projection, operands
         operands.check(p)
         if p.op is Op.LINEAR_ADD:
             _add_product(x_BK, weight_WK, bias_W, out_BO)
             return
         normed_BK = scratch.normed[: p.rows * p.inputs].view(p.rows, p.inputs)
-        rms_norm(x_BK, norm_K, normed_BK, p.eps, pdl)
+        rms_norm(x_BK, None, normed_BK, p.eps, pdl)
         if p.op is Op.NORM_LINEAR:
             _product(normed_BK, weight_WK, bias_W, out_BO)
             return
@@ -50,7 +50,7 @@ class LibraryConfig:
         p, dtype = projection, projection.dtype
         if p.has_norm:
             strides = (p.inputs, p.inputs, p.inputs, p.inputs, 0)
-            rms_norm_launch(p.rows, 1, p.inputs, (dtype, None, dtype, dtype), strides, p.eps, pdl).compile()
+            rms_norm_launch(p.rows, 1, p.inputs, (dtype, None, None, dtype), strides, p.eps, pdl).compile()
         if p.op is Op.NORM_GATE_UP:
             silu_mul_launch(p.rows, p.outputs, (dtype, dtype), pdl).compile()
 

@@ -58,7 +58,7 @@ def tile_options(config: MatvecConfig, inputs: int, itemsize: int) -> dict[str, 
 
 
 def _launch(config: MatvecConfig, p: Projection, operands: Operands, pdl: bool) -> Launch:
-    constants = dict(B=p.rows, O=p.outputs, K=p.inputs, HALVES=p.halves, ADD=p.op is Op.LINEAR_ADD, EPS=p.eps)
+    constants = dict(B=p.rows, O=p.outputs, K=p.inputs, HALVES=p.halves, NORM=p.has_norm, ADD=p.op is Op.LINEAR_ADD, EPS=p.eps)
     constants |= tile_options(config, p.inputs, p.dtype.itemsize)
     grid = (triton.cdiv(p.outputs, config.outputs),)
     return Launch(_matvec_kernel, grid, tuple(operands), constants, pdl, config.warps, config.max_registers)
@@ -76,8 +76,8 @@ def _load_chunk(row_Y1, start, IS_WHOLE: tl.constexpr, K: tl.constexpr, WARPS: t
 
 
 @triton.jit
-def _load_weights(weight_WK, first, start, IS_WHOLE: tl.constexpr, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
-                  WARPS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
+def load_weights(weight_WK, first, start, IS_WHOLE: tl.constexpr, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
+                 WARPS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     """The program's weight rows from input `start` on: CHUNKS tiles for each group of each half."""
     tiles = ()
     for h in tl.static_range(HALVES):
@@ -108,43 +108,31 @@ def _lane_sums(products_YC, WARPS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _add_products(sums, squares, weights, gains, xs, WARPS: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
+def _add_products(sums, squares, weights, xs, NORM: tl.constexpr, WARPS: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr):
     """One row of x against all tiles: the row's TILES sums and its sum of squares, each with CHUNKS more chunks."""
-    scaled = ()
+    wide = ()
     for c in tl.static_range(len(xs)):
         x_YC = xs[c].to(tl.float32)
-        if len(gains) > 0:
+        if NORM:
             squares += _lane_sums(x_YC * x_YC, WARPS, CHUNK)
-            x_YC *= gains[c].to(tl.float32)  # converted after the wait: to be ready before it, it would have to be waited for
-        scaled = scaled + (x_YC,)
+        wide = wide + (x_YC,)
     more = ()
     for i in tl.static_range(TILES):
-        products_YC = weights[i * len(xs)].to(tl.float32) * scaled[0]
+        products_YC = weights[i * len(xs)].to(tl.float32) * wide[0]
         for c in tl.static_range(1, len(xs)):
-            products_YC += weights[i * len(xs) + c].to(tl.float32) * scaled[c]
+            products_YC += weights[i * len(xs) + c].to(tl.float32) * wide[c]
         more = more + (sums[i] + _lane_sums(products_YC, WARPS, CHUNK),)
     return more, squares
 
 
 @triton.jit
-def first_tiles(norm_K, weight_WK, first, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr, WARPS: tl.constexpr,
-                GROUPS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """What `row_products` begins with, loaded before the wait: the first tiles of its weight rows and of the norm's weight."""
-    IS_WHOLE: tl.constexpr = K % (CHUNK * CHUNKS) == 0
-    gains = ()
-    weights = _load_weights(weight_WK, first, 0, IS_WHOLE, O, K, HALVES, WARPS, GROUPS, CHUNK, CHUNKS)
-    if norm_K is not None:
-        gains = _load_row(norm_K, 0, IS_WHOLE, K, WARPS, CHUNK, CHUNKS)
-    return weights, gains
-
-
-@triton.jit
-def row_products(weights, gains, x_BK, norm_K, weight_WK, first, B: tl.constexpr, O: tl.constexpr, K: tl.constexpr,
-                 HALVES: tl.constexpr, WARPS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+def row_products(weights, x_BK, weight_WK, first, B: tl.constexpr, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
+                 NORM: tl.constexpr, WARPS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
                  EPS: tl.constexpr):
     """The float32 products of the program's weight rows: for each row of x a tuple of HALVES * GROUPS [Y].
 
-    With norm_K the rows of x are normalised; the inverse root mean square is applied to the sums.
+    weights are the first tiles, loaded before the wait. With NORM the rows of x are normalised: their inverse root mean square is
+    applied to the sums.
     """
     STEP: tl.constexpr = CHUNK * CHUNKS
     TILES: tl.constexpr = HALVES * GROUPS
@@ -154,28 +142,26 @@ def row_products(weights, gains, x_BK, norm_K, weight_WK, first, B: tl.constexpr
     for _ in tl.static_range(B):
         sums, squares = sums + (no_sums,), squares + (tl.zeros([WARPS, LANES], tl.float32),)
     for start in tl.range(0, K, STEP, num_stages=1):
-        now, gains_now = weights, gains
+        now = weights
         if STEP < K:  # the next tiles, so that they are on their way during the sums; past the last input nothing is loaded
-            weights = _load_weights(weight_WK, first, start + STEP, False, O, K, HALVES, WARPS, GROUPS, CHUNK, CHUNKS)
-            if norm_K is not None:
-                gains = _load_row(norm_K, start + STEP, False, K, WARPS, CHUNK, CHUNKS)
+            weights = load_weights(weight_WK, first, start + STEP, False, O, K, HALVES, WARPS, GROUPS, CHUNK, CHUNKS)
         more_sums, more_squares = (), ()
         for b in tl.static_range(B):
             xs = _load_row(x_BK + b * K, start, K % STEP == 0, K, WARPS, CHUNK, CHUNKS)
-            row_sums, row_squares = _add_products(sums[b], squares[b], now, gains_now, xs, WARPS, CHUNK, TILES)
+            row_sums, row_squares = _add_products(sums[b], squares[b], now, xs, NORM, WARPS, CHUNK, TILES)
             more_sums, more_squares = more_sums + (row_sums,), more_squares + (row_squares,)
         sums, squares = more_sums, more_squares
-    return _finish_sums(sums, squares, norm_K, B, TILES, K, EPS)
+    return _finish_sums(sums, squares, NORM, B, TILES, K, EPS)
 
 
 @triton.jit
-def _finish_sums(sums, squares, norm_K, B: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr):
+def _finish_sums(sums, squares, NORM: tl.constexpr, B: tl.constexpr, TILES: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr):
     results = ()
     for b in tl.static_range(B):
         of_row = ()
         for i in tl.static_range(TILES):
             sum_Y = tl.sum(sums[b][i], 1)
-            if norm_K is not None:
+            if NORM:
                 sum_Y *= tl.rsqrt(tl.sum(squares[b], 1) / K + EPS)
             of_row = of_row + (sum_Y,)
         results = results + (of_row,)
@@ -183,14 +169,14 @@ def _finish_sums(sums, squares, norm_K, B: tl.constexpr, TILES: tl.constexpr, K:
 
 
 @triton.jit
-def _matvec_kernel(x_BK, norm_K, weight_WK, bias_W, out_BO, B: tl.constexpr, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
-                   ADD: tl.constexpr, WARPS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-                   EPS: tl.constexpr, PDL: tl.constexpr):
+def _matvec_kernel(x_BK, weight_WK, bias_W, out_BO, B: tl.constexpr, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
+                   NORM: tl.constexpr, ADD: tl.constexpr, WARPS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+                   CHUNKS: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr):
     let_dependents_start(PDL)
     first = tl.program_id(0) * (GROUPS * WARPS)
-    weights, gains = first_tiles(norm_K, weight_WK, first, O, K, HALVES, WARPS, GROUPS, CHUNK, CHUNKS)
+    weights = load_weights(weight_WK, first, 0, K % (CHUNK * CHUNKS) == 0, O, K, HALVES, WARPS, GROUPS, CHUNK, CHUNKS)
     wait_for_predecessor(PDL)
-    sums = row_products(weights, gains, x_BK, norm_K, weight_WK, first, B, O, K, HALVES, WARPS, GROUPS, CHUNK, CHUNKS, EPS)
+    sums = row_products(weights, x_BK, weight_WK, first, B, O, K, HALVES, NORM, WARPS, GROUPS, CHUNK, CHUNKS, EPS)
     for b in tl.static_range(B):
         for g in tl.static_range(GROUPS):
             rows_Y = first + g * WARPS + tl.arange(0, WARPS)

@@ -17,7 +17,8 @@ def _rms_norm_kernel(x_THD, residual_TD, weight_D, out_THD, x_stride_t, x_stride
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns_D = tl.arange(0, BLOCK_D)
     inside_D = columns_D < D
-    weight = tl.load(weight_D + columns_D, mask=inside_D, other=0.0)
+    if weight_D is not None:
+        weight = tl.load(weight_D + columns_D, mask=inside_D, other=0.0)
     wait_for_predecessor(PDL)
     x = tl.load(x_THD + t * x_stride_t + h * x_stride_h + columns_D, mask=inside_D, other=0.0)
     if residual_TD is not None:
@@ -26,29 +27,31 @@ def _rms_norm_kernel(x_THD, residual_TD, weight_D, out_THD, x_stride_t, x_stride
         tl.store(at_D, x, mask=inside_D)
     x = x.to(tl.float32)
     # Rounded before the weight is applied, as the reference does.
-    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / D + EPS)).to(out_THD.dtype.element_ty).to(tl.float32)
-    out = (normed * weight.to(tl.float32)).to(out_THD.dtype.element_ty)
+    out = (x * tl.rsqrt(tl.sum(x * x, 0) / D + EPS)).to(out_THD.dtype.element_ty)
+    if weight_D is not None:
+        out = (out.to(tl.float32) * weight.to(tl.float32)).to(out_THD.dtype.element_ty)
     tl.store(out_THD + t * out_stride_t + h * out_stride_h + columns_D, out, mask=inside_D)
 
 
 def rms_norm_launch(T: int, H: int, D: int, tensors: tuple, strides: tuple[int, ...], eps: float, pdl: bool) -> Launch:
-    """The launch of either norm; tensors are (x, residual or None, weight, out), or their dtypes to compile."""
+    """The launch of either norm; tensors are (x, residual or None, weight or None, out), or their dtypes to compile."""
     block = triton.next_power_of_2(D)
     warps = min(max(block // 512, 1), 16)
     return Launch(_rms_norm_kernel, (T, H), (*tensors, *strides), dict(D=D, BLOCK_D=block, EPS=eps), pdl, warps)
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, out_TD: Tensor, eps: float, pdl: bool = False) -> None:
+def rms_norm(x_TD: Tensor, weight_D: Tensor | None, out_TD: Tensor, eps: float, pdl: bool = False) -> None:
     """Write the rows of x (last axis, dense; one or two axes before it, of any strides), normalised, into out (may be x)."""
-    assert x_TD.shape == out_TD.shape and weight_D.shape == x_TD.shape[-1:] and x_TD.stride(-1) == out_TD.stride(-1) == 1
+    assert x_TD.shape == out_TD.shape and x_TD.stride(-1) == out_TD.stride(-1) == 1
+    assert weight_D is None or weight_D.shape == x_TD.shape[-1:]
     x_THD, out_THD = (t if t.dim() == 3 else t[:, None] for t in (x_TD, out_TD))
     strides = (*x_THD.stride()[:2], *out_THD.stride()[:2], 0)
     rms_norm_launch(*x_THD.shape, (x_THD, None, weight_D, out_THD), strides, eps, pdl).run()
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, out_TD: Tensor, eps: float, pdl: bool = False) -> None:
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, out_TD: Tensor, eps: float, pdl: bool = False) -> None:
     """Add x to the residual in place and write the normalised residual into out (may be x)."""
-    assert x_TD.shape == residual_TD.shape == out_TD.shape and weight_D.shape == x_TD.shape[1:]
+    assert x_TD.shape == residual_TD.shape == out_TD.shape and (weight_D is None or weight_D.shape == x_TD.shape[1:])
     assert x_TD.stride(1) == residual_TD.stride(1) == out_TD.stride(1) == 1
     strides = (x_TD.stride(0), 0, out_TD.stride(0), 0, residual_TD.stride(0))
     rms_norm_launch(len(x_TD), 1, x_TD.shape[1], (x_TD, residual_TD, weight_D, out_TD), strides, eps, pdl).run()

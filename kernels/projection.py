@@ -1,5 +1,7 @@
 """What the projections of a decode step are, and what their kernels are given.
 
+The norms before them have no weight of their own: it is in the projection's weights (worker.parameters.fold_norms).
+
 B = rows of the step, K = inputs, O = outputs, W = weight rows (2 * O where gate and up rows make one output, otherwise O)
 """
 
@@ -49,7 +51,6 @@ class Operands(NamedTuple):
     """A projection's tensors, dense; LINEAR_ADD adds to out. Their dtypes stand for them where kernels are only compiled."""
 
     x_BK: Tensor
-    norm_K: Tensor | None
     weight_WK: Tensor
     bias_W: Tensor | None
     out_BO: Tensor
@@ -59,8 +60,7 @@ class Operands(NamedTuple):
         p, weight_rows = projection, projection.halves * projection.outputs
         assert self.x_BK.shape == (p.rows, p.inputs) and self.out_BO.shape == (p.rows, p.outputs)
         assert self.weight_WK.shape == (weight_rows, p.inputs)
-        assert (self.norm_K is not None) == p.has_norm and (self.bias_W is not None) == p.has_bias
-        assert self.norm_K is None or self.norm_K.shape == (p.inputs,)
+        assert (self.bias_W is not None) == p.has_bias
         assert self.bias_W is None or self.bias_W.shape == (weight_rows,)
         assert all(tensor.dtype == p.dtype and tensor.is_contiguous() for tensor in self if tensor is not None)
 
@@ -68,7 +68,7 @@ class Operands(NamedTuple):
 def operand_types(projection: Projection) -> Operands:
     """The dtypes in the tensors' places, to compile without tensors."""
     dtype = projection.dtype
-    return Operands(dtype, dtype if projection.has_norm else None, dtype, dtype if projection.has_bias else None, dtype)
+    return Operands(dtype, dtype, dtype if projection.has_bias else None, dtype)
 
 
 class ScratchSizes(NamedTuple):

@@ -32,6 +32,9 @@ __all__ = [
     "silu_mul",
 ]
 
+# The step's lengths decide what is computed, so no graph can hold it.
+READS_HOST_VALUES = True
+
 
 def embed(token_ids_T: Tensor, table_VD: Tensor, out_TD: Tensor) -> None:
     """Write the embeddings of the tokens."""
@@ -48,20 +51,23 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tenso
         torch.addmm(bias_O, x_TI, weight_OI.t(), out=out_TO)
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, out_TD: Tensor, eps: float) -> None:
+def rms_norm(x_TD: Tensor, weight_D: Tensor | None, out_TD: Tensor, eps: float) -> None:
     """Write the rows of x (last axis; any number of axes before it), normalised, into out (may be x).
 
     https://arxiv.org/abs/1910.07467. The arithmetic is float32; the quotient is rounded to the model's type before the weight is
     applied, as Llama does.
     """
-    assert x_TD.shape == out_TD.shape and weight_D.shape == x_TD.shape[-1:]
+    assert x_TD.shape == out_TD.shape and (weight_D is None or weight_D.shape == x_TD.shape[-1:])
     x32_TD = x_TD.float()
     # The root mean square by way of the norm: one pass over the row, where squares and their mean take two and a temporary.
     scale_T1 = torch.linalg.vector_norm(x32_TD, dim=-1, keepdim=True).square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()
-    torch.mul((x32_TD * scale_T1).to(out_TD.dtype), weight_D, out=out_TD)
+    if weight_D is None:
+        out_TD.copy_(x32_TD * scale_T1)
+    else:
+        torch.mul((x32_TD * scale_T1).to(out_TD.dtype), weight_D, out=out_TD)
 
 
-def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, out_TD: Tensor, eps: float) -> None:
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor | None, out_TD: Tensor, eps: float) -> None:
     """Add x to the residual in place and write the normalised residual into out (may be x)."""
     assert x_TD.shape == residual_TD.shape
     residual_TD.add_(x_TD)

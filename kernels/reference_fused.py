@@ -1,5 +1,7 @@
 """The projections and the head of a decode step in plain torch, composed of kernels.reference, to test their kernels against.
 
+The norms have no weight of their own: it is in the projection's weights.
+
 B = rows of the step, D, K = width of a projection's input, O = its outputs, I = MLP width, J = 2I (gate rows, then up rows),
 V = vocabulary, R = rows of the row state
 """
@@ -25,10 +27,10 @@ class Chance(NamedTuple):
     length_R: Tensor
 
 
-def norm_linear(x_BD: Tensor, norm_D: Tensor, weight_OD: Tensor, bias_O: Tensor | None, out_BO: Tensor, eps: float) -> None:
+def norm_linear(x_BD: Tensor, weight_OD: Tensor, bias_O: Tensor | None, out_BO: Tensor, eps: float) -> None:
     """out = rms_norm(x) @ weight.T + bias."""
     normed_BD = torch.empty_like(x_BD)
-    reference.rms_norm(x_BD, norm_D, normed_BD, eps)
+    reference.rms_norm(x_BD, None, normed_BD, eps)
     reference.linear(normed_BD, weight_OD, bias_O, out_BO)
 
 
@@ -39,15 +41,15 @@ def linear_add(a_BK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, x_BO: Ten
     x_BO.add_(product_BO)
 
 
-def norm_gate_up(x_BD: Tensor, norm_D: Tensor, weight_JD: Tensor, bias_J: Tensor | None, out_BI: Tensor, eps: float) -> None:
+def norm_gate_up(x_BD: Tensor, weight_JD: Tensor, bias_J: Tensor | None, out_BI: Tensor, eps: float) -> None:
     """out = silu(gate) * up of gate, up = rms_norm(x) @ weight.T + bias."""
     gate_up_BJ = x_BD.new_empty(len(x_BD), len(weight_JD))
-    norm_linear(x_BD, norm_D, weight_JD, bias_J, gate_up_BJ, eps)
+    norm_linear(x_BD, weight_JD, bias_J, gate_up_BJ, eps)
     reference.silu_mul(gate_up_BJ, out_BI)
 
 
 def head_sample(
-    x_BD: Tensor, norm_D: Tensor, head_VD: Tensor, eps: float, sampled_vocab: int, best_B: Tensor, chance: Chance | None = None
+    normed_BD: Tensor, head_VD: Tensor, sampled_vocab: int, best_B: Tensor, chance: Chance | None = None
 ) -> None:
     """Raise each best_B, int64, to its row's best packed token; NOTHING before the first.
 
@@ -55,13 +57,13 @@ def head_sample(
     next position. Ids from sampled_vocab up do not count. The higher half of a packed token orders like its value, NaN above
     everything; the lower half is 0x7FFFFFFF - id, so the lowest id wins among equals.
     """
-    assert 0 < sampled_vocab <= len(head_VD) and best_B.shape == (len(x_BD),) and best_B.dtype == torch.int64
-    logits_BV = x_BD.new_empty(len(x_BD), len(head_VD))
-    norm_linear(x_BD, norm_D, head_VD, None, logits_BV, eps)
+    assert 0 < sampled_vocab <= len(head_VD) and best_B.shape == (len(normed_BD),) and best_B.dtype == torch.int64
+    logits_BV = normed_BD.new_empty(len(normed_BD), len(head_VD))
+    reference.linear(normed_BD, head_VD, None, logits_BV)
     values_BV = logits_BV[:, :sampled_vocab].float()
     if chance is not None:
         values_BV = _add_noise(values_BV, chance)
-    ids_V = torch.arange(sampled_vocab, device=x_BD.device)
+    ids_V = torch.arange(sampled_vocab, device=normed_BD.device)
     packed_BV = (_ordered(values_BV).long() << 32) | (_ID_BITS - ids_V)
     torch.maximum(best_B, packed_BV.amax(1), out=best_B)
 

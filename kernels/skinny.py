@@ -38,9 +38,10 @@ class SkinnyConfig:
 
     def fits(self, projection: Projection) -> bool:
         """Whether the inputs divide into splits of whole tiles, and tiles and sums have room."""
-        p, batch = projection, self.batch_rows(projection.rows)
-        pipelined = (self.outputs * p.halves + batch) * self.inputs * p.dtype.itemsize * self.stages
-        sums = p.halves * self.outputs * batch
+        p, batch = projection, self.batch_rows(projection.rows) * (2 if projection.has_norm else 1)  # x is loaded twice
+        tiles = self.stages + (self.early > 0)  # those loaded early pass through shared memory too
+        pipelined = (self.outputs * p.halves + batch) * self.inputs * p.dtype.itemsize * tiles
+        sums = p.halves * self.outputs * self.batch_rows(p.rows)
         weights = p.halves * self.outputs * self.inputs * self.early * p.dtype.itemsize // 4
         has_room = pipelined <= SHARED_MEMORY and (sums + weights) // (32 * self.warps) <= REGISTERS - 64
         return p.inputs % (self.inputs * self.splits) == 0 and has_room
@@ -84,33 +85,38 @@ def tile_options(config: SkinnyConfig, rows: int, inputs: int) -> dict[str, int]
 
 
 def _launch(config: SkinnyConfig, p: Projection, operands: Operands, scratch: Scratch, pdl: bool) -> Launch:
-    constants = dict(O=p.outputs, K=p.inputs, HALVES=p.halves, ADD=p.op is Op.LINEAR_ADD, EPS=p.eps)
+    constants = dict(O=p.outputs, K=p.inputs, HALVES=p.halves, NORM=p.has_norm, ADD=p.op is Op.LINEAR_ADD, EPS=p.eps)
     constants |= tile_options(config, p.rows, p.inputs)
     arguments = (*operands, scratch.partial, scratch.arrived, p.rows)
     return Launch(_skinny_kernel, config.grid(p), arguments, constants, pdl, config.warps)
 
 
 @triton.jit
-def _activations(x_at_MS, norm_at_S, k, squares_M, rows_M, B, IS_FULL: tl.constexpr, SHRINK: tl.constexpr):
-    """The tile of x at input k, times the norm's weight if there is one, and the sums of squares with this tile's."""
+def _activations(x_at_MS, k, squares_M, rows_M, B, IS_FULL: tl.constexpr, NORM: tl.constexpr):
+    """The tile of x at input k, and the sums of squares with this tile's."""
     if IS_FULL:
         x_MS = tl.load(x_at_MS + k)
     else:
         x_MS = tl.load(x_at_MS + k, mask=(rows_M < B)[:, None], other=0.0)
-    if norm_at_S is not None:
-        x32_MS = x_MS.to(tl.float32)
+    if NORM:
+        # Loaded again, in other words so that the compiler keeps both: Triton 3.6 and 3.7 give a tile that is both summed and
+        # multiplied one buffer too few, and overwrite it while the matrix units still read it.
+        if IS_FULL:
+            again_MS = tl.load(x_at_MS + k, eviction_policy="evict_last")
+        else:
+            again_MS = tl.load(x_at_MS + k, mask=(rows_M < B)[:, None], other=0.0, eviction_policy="evict_last")
+        x32_MS = again_MS.to(tl.float32)
         squares_M += tl.sum(x32_MS * x32_MS, 1)
-        x_MS = (x32_MS * (tl.load(norm_at_S + k).to(tl.float32) * SHRINK)[None, :]).to(x_MS.dtype)
     return x_MS, squares_M
 
 
 @triton.jit
-def tile_product(x_BK, norm_K, weight_WK, first, first_row, first_input, B, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
-                 M: tl.constexpr, N: tl.constexpr, S: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
-                 IS_FULL: tl.constexpr, PDL: tl.constexpr):
+def tile_product(x_BK, weight_WK, first, first_row, first_input, B, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
+                 NORM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, S: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
+                 STAGES: tl.constexpr, IS_FULL: tl.constexpr, PDL: tl.constexpr):
     """Wait, then the products of N weight rows and M rows of x over SHARE inputs [N, M], those of the up rows, and squares [M].
 
-    With norm_K they are products of x * norm, and still to be multiplied by `inverse_rms` of all inputs' squares.
+    With NORM they are still to be multiplied by the inverse root mean square over all inputs.
     """
     rows_N, rows_M, inputs_S = tl.arange(0, N), first_row + tl.arange(0, M), first_input + tl.arange(0, S)
     if O % N != 0:
@@ -118,9 +124,6 @@ def tile_product(x_BK, norm_K, weight_WK, first, first_row, first_input, B, O: t
     weight_at = weight_WK + first.to(tl.int64) * K + rows_N[:, None] * K + inputs_S[None, :]
     up_at = weight_at + O * K if HALVES == 2 else weight_at
     x_at = x_BK + rows_M[:, None] * K + inputs_S[None, :]
-    norm_at = norm_K + inputs_S if norm_K is not None else None
-    # x * norm can leave the range of float16 before it is divided by the root mean square, so it is scaled down meanwhile.
-    SHRINK: tl.constexpr = 1 / 64 if x_BK.dtype.element_ty == tl.float16 else 1.0
     early, early_up = (), ()
     for i in tl.static_range(EARLY):
         early = early + (tl.load(weight_at + i * S),)
@@ -129,25 +132,17 @@ def tile_product(x_BK, norm_K, weight_WK, first, first_row, first_input, B, O: t
     wait_for_predecessor(PDL)
     acc_NM, up_NM, squares_M = tl.zeros([N, M], tl.float32), tl.zeros([N, M], tl.float32), tl.zeros([M], tl.float32)
     for i in tl.static_range(EARLY):
-        x_MS, squares_M = _activations(x_at, norm_at, i * S, squares_M, rows_M, B, IS_FULL, SHRINK)
+        x_MS, squares_M = _activations(x_at, i * S, squares_M, rows_M, B, IS_FULL, NORM)
         acc_NM = dot(early[i], tl.trans(x_MS), acc_NM)
         if HALVES == 2:
             up_NM = dot(early_up[i], tl.trans(x_MS), up_NM)
     if EARLY * S < SHARE:
         for k in tl.range(EARLY * S, SHARE, S, num_stages=STAGES):
-            x_MS, squares_M = _activations(x_at, norm_at, k, squares_M, rows_M, B, IS_FULL, SHRINK)
+            x_MS, squares_M = _activations(x_at, k, squares_M, rows_M, B, IS_FULL, NORM)
             acc_NM = dot(tl.load(weight_at + k), tl.trans(x_MS), acc_NM)
             if HALVES == 2:
                 up_NM = dot(tl.load(up_at + k), tl.trans(x_MS), up_NM)
-    if norm_K is not None:
-        acc_NM, up_NM = acc_NM * (1 / SHRINK), up_NM * (1 / SHRINK)
     return acc_NM, up_NM, squares_M
-
-
-@triton.jit
-def inverse_rms(squares_M, K: tl.constexpr, EPS: tl.constexpr):
-    """What a normalised row's products are multiplied by."""
-    return tl.rsqrt(squares_M / K + EPS)
 
 
 @triton.jit
@@ -175,14 +170,14 @@ def _merge_partials(partial, SPLITS: tl.constexpr, HALVES: tl.constexpr, N: tl.c
 
 
 @triton.jit
-def _finish(acc_NM, up_NM, squares_M, norm_K, bias_W, out_BO, rows_N, rows_M, B, O: tl.constexpr, K: tl.constexpr,
-            HALVES: tl.constexpr, ADD: tl.constexpr, EPS: tl.constexpr):
+def _finish(acc_NM, up_NM, squares_M, bias_W, out_BO, rows_N, rows_M, B, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
+            NORM: tl.constexpr, ADD: tl.constexpr, EPS: tl.constexpr):
     """From sums over all inputs to the stored outputs."""
     inside_N = rows_N < O
     inside_NM = inside_N[:, None] & (rows_M < B)[None, :]
     at_NM = out_BO + rows_M[None, :] * O + rows_N[:, None]
-    if norm_K is not None:
-        scale_M = inverse_rms(squares_M, K, EPS)
+    if NORM:
+        scale_M = tl.rsqrt(squares_M / K + EPS)
         acc_NM, up_NM = acc_NM * scale_M[None, :], up_NM * scale_M[None, :]
     if bias_W is not None:
         acc_NM += tl.load(bias_W + rows_N, mask=inside_N, other=0.0).to(tl.float32)[:, None]
@@ -196,23 +191,24 @@ def _finish(acc_NM, up_NM, squares_M, norm_K, bias_W, out_BO, rows_N, rows_M, B,
 
 
 @triton.jit(do_not_specialize=["B"])
-def _skinny_kernel(x_BK, norm_K, weight_WK, bias_W, out_BO, partial, arrived, B, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
-                   ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, S: tl.constexpr, SHARE: tl.constexpr, EARLY: tl.constexpr,
-                   STAGES: tl.constexpr, BATCHES: tl.constexpr, IS_FULL: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr):
+def _skinny_kernel(x_BK, weight_WK, bias_W, out_BO, partial, arrived, B, O: tl.constexpr, K: tl.constexpr, HALVES: tl.constexpr,
+                   NORM: tl.constexpr, ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, S: tl.constexpr, SHARE: tl.constexpr,
+                   EARLY: tl.constexpr, STAGES: tl.constexpr, BATCHES: tl.constexpr, IS_FULL: tl.constexpr, EPS: tl.constexpr,
+                   PDL: tl.constexpr):
     let_dependents_start(PDL)
     SPLITS: tl.constexpr = K // SHARE
     tile, split = tl.program_id(0), tl.program_id(1)
     first, first_row = tile // BATCHES * N, tile % BATCHES * M
     acc_NM, up_NM, squares_M = tile_product(
-        x_BK, norm_K, weight_WK, first, first_row, split * SHARE, B, O, K, HALVES, M, N, S, SHARE, EARLY, STAGES, IS_FULL, PDL)
+        x_BK, weight_WK, first, first_row, split * SHARE, B, O, K, HALVES, NORM, M, N, S, SHARE, EARLY, STAGES, IS_FULL, PDL)
     rows_N, rows_M = first + tl.arange(0, N), first_row + tl.arange(0, M)
     if SPLITS == 1:
-        _finish(acc_NM, up_NM, squares_M, norm_K, bias_W, out_BO, rows_N, rows_M, B, O, K, HALVES, ADD, EPS)
+        _finish(acc_NM, up_NM, squares_M, bias_W, out_BO, rows_N, rows_M, B, O, K, HALVES, NORM, ADD, EPS)
     else:
         partial += tile.to(tl.int64) * (SPLITS * (HALVES * N + 1) * M)
         _leave_partial(partial + split * ((HALVES * N + 1) * M), acc_NM, up_NM, squares_M, HALVES, N, M)
         tl.debug_barrier()  # all threads' partial results are written before one of them counts the program in
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1:
             acc_NM, up_NM, squares_M = _merge_partials(partial, SPLITS, HALVES, N, M)
-            _finish(acc_NM, up_NM, squares_M, norm_K, bias_W, out_BO, rows_N, rows_M, B, O, K, HALVES, ADD, EPS)
+            _finish(acc_NM, up_NM, squares_M, bias_W, out_BO, rows_N, rows_M, B, O, K, HALVES, NORM, ADD, EPS)
             tl.store(arrived + tile, 0)

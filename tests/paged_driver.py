@@ -25,7 +25,8 @@ class PagedDriver:
         self.block_table_RB = torch.randperm(num_blocks, generator=generator).view(num_rows, blocks_per_row).int()
         self.num_computed = [0] * num_rows
         self.prompt_lens = [0] * num_rows
-        model.allocate(num_blocks, block_size, max_tokens, num_rows)
+        model.allocate_pools(num_blocks, block_size)
+        model.allocate_buffers(max_tokens, num_rows)
         for k_pool, v_pool in model.kv_pools:  # whatever former owners left in a block must not show
             k_pool.fill_(torch.nan)
             v_pool.fill_(torch.nan)

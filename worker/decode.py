@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels.candidates import Config
-from kernels.decode_attention import DecodeConfig, DecodeScratch, decode_attention, decode_config
+from kernels.decode_attention import DecodeConfig, DecodeScratch, decode_attention
 from kernels.decode_attention import allocate_scratch as allocate_attention_scratch
 from kernels.head import Head, HeadConfig, head_sample
+from kernels.norm import rms_norm
 from kernels.projection import Op, Operands, Projection, Scratch, allocate_scratch
 from kernels.reference_fused import NOTHING, Chance
 from kernels.rows import embed_rows, finish_rows
@@ -47,16 +48,16 @@ def layer_projections(c: ModelConfig, dtype: torch.dtype, rows: int) -> LayerPro
 
 def head_of(c: ModelConfig, dtype: torch.dtype, rows: int, sampled_vocab: int, has_chance: bool) -> Head:
     """The head and its sampling at one bucket."""
-    return Head(c.vocab_size, c.hidden_size, rows, dtype, sampled_vocab, c.rms_norm_eps, has_chance)
+    return Head(c.vocab_size, c.hidden_size, rows, dtype, sampled_vocab, has_chance)
 
 
 def operands_of(layer: LayerWeights, x: Tensor, qkv: Tensor, attended: Tensor, mlp: Tensor) -> dict[str, Operands]:
     """The tensors of a layer's four products."""
     return {
-        "qkv": Operands(x, layer.input_norm_D, layer.qkv_ED, layer.qkv_bias_E, qkv),
-        "out": Operands(attended, None, layer.out_DX, layer.out_bias_D, x),
-        "gate_up": Operands(x, layer.post_norm_D, layer.gate_up_JD, layer.gate_up_bias_J, mlp),
-        "down": Operands(mlp, None, layer.down_DI, layer.down_bias_D, x),
+        "qkv": Operands(x, layer.qkv_ED, layer.qkv_bias_E, qkv),
+        "out": Operands(attended, layer.out_DX, layer.out_bias_D, x),
+        "gate_up": Operands(x, layer.gate_up_JD, layer.gate_up_bias_J, mlp),
+        "down": Operands(mlp, layer.down_DI, layer.down_bias_D, x),
     }
 
 
@@ -75,13 +76,14 @@ class DecodeChain:
 
     def __init__(self, model: TransformerModel, rows: RowState, sampled_vocab: int, plans: dict[int, BucketPlan], pdl: bool):
         c, most = model.config, max(plans)
+        assert all(layer.input_norm_D is None and layer.post_norm_D is None for layer in model.weights.layers), "norms are not folded"
         self.model, self.rows, self.plans, self.pdl = model, rows, plans, pdl
         self.sampled_vocab = sampled_vocab
 
         def empty(width: int) -> Tensor:
             return torch.zeros(most, width, dtype=model.dtype, device=model.device)
 
-        self.x_BD, self.qkv_BE = empty(c.hidden_size), empty(c.qkv_size)
+        self.x_BD, self.normed_BD, self.qkv_BE = empty(c.hidden_size), empty(c.hidden_size), empty(c.qkv_size)
         self.attended_BX, self.mlp_BI = empty(c.num_heads * c.head_dim), empty(c.intermediate_size)
         self.best_B = torch.full((most,), NOTHING, dtype=torch.int64, device=model.device)
         self.sampled_B = torch.zeros(most, dtype=torch.int32, device=model.device)
@@ -123,8 +125,9 @@ class DecodeChain:
         if kind is SamplingKind.RANDOM:
             chance = Chance(rows_B, rows.temperature_R, rows.seed_R, rows.length_R)
         head = head_of(model.config, model.dtype, B, self.sampled_vocab, has_chance=chance is not None)
-        best_B, sampled_B = self.best_B[:B], self.sampled_B[:B]
-        head_sample(self.plans[B].head, head, x_BD, model.weights.final_norm_D, model.weights.head_VD, best_B, chance, self.pdl)
+        normed_BD, best_B, sampled_B = self.normed_BD[:B], self.best_B[:B], self.sampled_B[:B]
+        rms_norm(x_BD, model.weights.final_norm_D, normed_BD, model.config.rms_norm_eps, self.pdl)
+        head_sample(self.plans[B].head, head, normed_BD, model.weights.head_VD, best_B, chance, self.pdl)
         finish_rows(best_B, rows_B, rows.last_token_R, rows.length_R, sampled_B, self.pdl)
         return sampled_B
 
@@ -163,8 +166,3 @@ class DecodeChain:
             )  # fmt: skip
 
         return attend
-
-
-def attention_plan(model: TransformerModel, bucket: int) -> DecodeConfig:
-    """How the attention of a bucket is shared out."""
-    return decode_config(bucket, model.config.num_kv_heads, model.max_model_len)

@@ -43,9 +43,12 @@ class DecodeGraphs:
     """
 
     def __init__(self, chain: DecodeChain, rows_B: Tensor):
+        if chain.model.ops.READS_HOST_VALUES:
+            raise ValueError(f"{chain.model.ops.__name__} reads a step's values on the host: no graph can hold it; use --enforce-eager")
         self.chain = chain  # a graph keeps none of the memory alive that it reads and writes
         self.graphs: dict[tuple[int, SamplingKind], torch.cuda.CUDAGraph] = {}
         self.outputs: dict[tuple[int, SamplingKind], Tensor] = {}
+        torch.cuda.empty_cache()  # a capture does it too, and what it gives back is no graph's
         before, pool = torch.cuda.memory_reserved(), torch.cuda.graph_pool_handle()
         rows_B.fill_(chain.rows.scratch_row)  # so that warming up touches no row that anybody owns
         for bucket in tqdm(sorted(chain.plans, reverse=True), desc="capturing graphs"):

@@ -10,7 +10,7 @@ from kernels import ops, reference
 from worker.gguf_weights import GgufFile
 from worker.model import TransformerModel
 from worker.model_config import ModelConfig, load_model_config
-from worker.parameters import allocate_weights, by_name, weight_bytes
+from worker.parameters import allocate_weights, by_name, fold_norms, weight_bytes
 from worker.weights import SafetensorsFolder, TensorSource, check_fit, copy_weights
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,9 @@ def load_model(path: str, dtype: str, device: str, max_model_len: int | None, lo
         copy_weights(source, by_name(weights, config))
     gib, run_dtype = weight_bytes(weights, config) / 2**30, weights.embedding_VD.dtype
     log.info("loaded %s: %s, %.2f GiB in %s on %s", path, config.architecture, gib, run_dtype, device)
-    return TransformerModel(config, weights, reference if device == "cpu" else ops, limit)
+    if device == "cpu":
+        return TransformerModel(config, weights, reference, limit)
+    return TransformerModel(config, fold_norms(weights), ops, limit)
 
 
 def resolve_device(asked: str) -> str:

@@ -64,12 +64,18 @@ class TransformerModel:
         self.rope = Rope(config.rope, config.head_dim, self.device)
         self.scale = config.head_dim**-0.5
 
-    def allocate(self, num_blocks: int, block_size: int, max_tokens: int, max_samples: int) -> None:
-        """Allocate KV pools of num_blocks blocks and one scratch block, and the buffers of steps up to these sizes."""
+    def allocate_pools(self, num_blocks: int, block_size: int) -> None:
+        """Allocate KV pools of num_blocks blocks and one scratch block, in the place of earlier ones."""
+        config = self.config
+        self.kv_pools: list[tuple[Tensor, Tensor]] = []  # the earlier ones go first
+        # One allocation: torch rounds each up to 2 MiB, which for every layer's keys and values would be 100 MiB of the room.
+        pools = self._zeros(config.num_layers, 2, num_blocks + 1, config.num_kv_heads, block_size, config.head_dim)
+        self.kv_pools = [(k_pool, v_pool) for k_pool, v_pool in pools]
+
+    def allocate_buffers(self, max_tokens: int, max_samples: int) -> None:
+        """Allocate the buffers of steps up to these sizes."""
         config = self.config
         T, N, D, I, F = max_tokens, max_samples, config.hidden_size, config.intermediate_size, config.head_dim
-        pool = (num_blocks + 1, config.num_kv_heads, block_size, F)
-        self.kv_pools = [(self._zeros(*pool), self._zeros(*pool)) for _ in range(config.num_layers)]
         self.buffers = Buffers(
             x_TD=self._zeros(T, D),
             residual_TD=self._zeros(T, D),

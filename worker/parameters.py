@@ -9,7 +9,7 @@ V = vocabulary, D = model width, I = MLP width, H = query heads, K = KV heads, F
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,16 +19,16 @@ from worker.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer; None where the model has no such weight."""
+    """One decoder layer; None where the model has no such weight, or `fold_norms` has put it into the matrix behind it."""
 
-    input_norm_D: Tensor
+    input_norm_D: Tensor | None
     qkv_ED: Tensor
     qkv_bias_E: Tensor | None
     q_norm_F: Tensor | None
     k_norm_F: Tensor | None
     out_DX: Tensor  # X = H * F
     out_bias_D: Tensor | None
-    post_norm_D: Tensor
+    post_norm_D: Tensor | None
     gate_up_JD: Tensor  # J = 2 * I
     gate_up_bias_J: Tensor | None
     down_DI: Tensor
@@ -107,6 +107,18 @@ def _layer_slices(layer: LayerWeights, config: ModelConfig) -> Iterator[tuple[st
             yield from ((f"mlp.{name}_proj.{kind}", part) for name, part in zip(("gate", "up"), fused.chunk(2)))
     yield "mlp.down_proj.weight", layer.down_DI
     yield "mlp.down_proj.bias", layer.down_bias_D
+
+
+def fold_norms(weights: ModelWeights) -> ModelWeights:
+    """The layers' norms without weights of their own: column d of the matrix behind a norm is multiplied by weight d, in place.
+
+    Kernels then need no weight before their products, and x meets the matrix unrounded. The final norm stays: a tied head is the
+    embedding too.
+    """
+    for layer in weights.layers:
+        for norm_D, matrix in ((layer.input_norm_D, layer.qkv_ED), (layer.post_norm_D, layer.gate_up_JD)):
+            matrix.copy_(matrix.float() * norm_D.float())
+    return replace(weights, layers=[replace(layer, input_norm_D=None, post_norm_D=None) for layer in weights.layers])
 
 
 def weight_bytes(weights: ModelWeights, config: ModelConfig) -> int:

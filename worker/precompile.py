@@ -14,21 +14,23 @@ from pathlib import Path
 import torch
 
 from kernels.candidates import candidates, head_candidates
-from kernels.decode_attention import DecodeConfig, decode_attention_launch, decode_config
-from kernels.device import Launch
+from kernels.decode_attention import DecodeConfig, decode_attention_launch
+from kernels.device import Launch, fix_cache_keys
 from kernels.head import compile_head
+from kernels.norm import rms_norm_launch
 from protocol.config import EngineConfig, load_config
 from worker.batch import bucket_for
 from worker.decode import head_of, layer_projections
 from worker.loading import open_config, resolve_device, resolve_dtype
 from worker.model_config import ModelConfig
-from worker.tuning import PRODUCTS, choices_file, head_key, load_choices, tuned_size
+from worker.tuning import PRODUCTS, Part, choices_file, load_choices, parts_of, tuned_size
 
 MOST_PROCESSES = 16
 
 
 def compile_ahead(config_file: Path, tokenizer_size: int) -> None:
     """Compile all that a start may need, and wait for it. A process that fails leaves its share to the worker."""
+    fix_cache_keys()
     total = min(os.cpu_count() or 1, MOST_PROCESSES)
     command = [sys.executable, "-m", "worker.precompile", str(config_file), str(tokenizer_size)]
     for process in [subprocess.Popen([*command, str(share), str(total)]) for share in range(total)]:
@@ -48,28 +50,30 @@ def representatives(buckets: list[int]) -> list[int]:
 
 def compilations(config: EngineConfig, c: ModelConfig, dtype: torch.dtype, sampled_vocab: int) -> Iterator[Callable[[], None]]:
     """One call for each kernel to compile: the choices that are known; of others every candidate, where they are to be timed."""
-    buckets = step_sizes(config)
+    buckets, max_model_len = step_sizes(config), config.max_model_len or c.max_model_len
     known = load_choices(choices_file(Path(config.cache_dir))) if config.tune_kernels and config.cache_dir else {}
 
-    def wanted(key: str, found: list, is_tuned_size: bool) -> list:
-        if key in known:
-            return found[known[key] :][:1]
-        return found if config.tune_kernels and is_tuned_size else found[:1]
+    def wanted(part: Part, found: list, is_timed: bool) -> list:
+        if part.key in known:
+            return found[known[part.key] :][:1]
+        return found if config.tune_kernels and is_timed else found[:1]
 
     for bucket in representatives(buckets):
         size = tuned_size(bucket)
-        projections, tuned = layer_projections(c, dtype, bucket), layer_projections(c, dtype, size)
-        for projection, key in ((getattr(projections, name), str(getattr(tuned, name))) for name in PRODUCTS):
-            for choice in wanted(key, candidates(projection), bucket == size):
+        attention, *products, head = parts_of(c, dtype, size, sampled_vocab, max_model_len)
+        if bucket == size:
+            for choice in wanted(attention, attention.options, True):
+                yield attention_launch(config, c, dtype, choice, max_model_len).compile
+        for name, product in zip(PRODUCTS, products):
+            projection = getattr(layer_projections(c, dtype, bucket), name)
+            for choice in wanted(product, candidates(projection), bucket == size):
                 yield partial(choice.compile, projection, True)
-        key = head_key(head_of(c, dtype, size, sampled_vocab, has_chance=False))
         for has_chance in (False, True):
-            head = head_of(c, dtype, bucket, sampled_vocab, has_chance)
-            for choice in wanted(key, head_candidates(head), bucket == size):
-                yield partial(compile_head, choice, head, True)
-    max_model_len = config.max_model_len or c.max_model_len
-    for attention in {decode_config(bucket, c.num_kv_heads, max_model_len) for bucket in buckets}:
-        yield attention_launch(config, c, dtype, attention, max_model_len).compile
+            described = head_of(c, dtype, bucket, sampled_vocab, has_chance)
+            for choice in wanted(head, head_candidates(described), bucket == size):
+                yield partial(compile_head, choice, described, True)
+    strides = (c.hidden_size, c.hidden_size, c.hidden_size, c.hidden_size, 0)
+    yield rms_norm_launch(1, 1, c.hidden_size, (dtype, None, dtype, dtype), strides, c.rms_norm_eps, True).compile
 
 
 def attention_launch(config: EngineConfig, c: ModelConfig, dtype: torch.dtype, attention: DecodeConfig, max_model_len: int) -> Launch:
@@ -86,6 +90,7 @@ def attention_launch(config: EngineConfig, c: ModelConfig, dtype: torch.dtype, a
 
 def main(config_file: str, tokenizer_size: int, share: int, total: int) -> None:
     """Compile one share."""
+    fix_cache_keys()
     config = load_config(config_file)
     model = open_config(Path(config.model))
     dtype = resolve_dtype(config.dtype, model.dtype, resolve_device(config.device))

@@ -11,15 +11,18 @@ from worker.rows import RowState
 
 
 class Model(Protocol):
-    """What a step needs of a model. `allocate` is called once, before the first step."""
+    """What a step needs of a model. Before the first one, both `allocate` methods are called, in any order."""
 
     vocab_size: int
     max_model_len: int
     kv_bytes_per_token: int
     device: torch.device
 
-    def allocate(self, num_blocks: int, block_size: int, max_tokens: int, max_samples: int) -> None:
-        """KV pool (one scratch block more than num_blocks) and activation buffers."""
+    def allocate_pools(self, num_blocks: int, block_size: int) -> None:
+        """KV pool of one scratch block more than num_blocks, in the place of an earlier one."""
+
+    def allocate_buffers(self, max_tokens: int, max_samples: int) -> None:
+        """Activation buffers for steps up to these sizes."""
 
     def logits(self, batch: StepBatch) -> Tensor:
         """float32 [N, vocabulary] after the tokens of batch.sample_index_N; KV of all tokens is written."""

@@ -45,7 +45,7 @@ class PinnedStaging:
         self.ring = [torch.zeros(step_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(depth + 1)]
         self.views = [buffer.numpy() for buffer in self.ring]
         self.copied = [torch.cuda.Event() for _ in self.ring]
-        self.slot = 0
+        self.slot = depth  # as if a step had just used it, so that the first step's own event is a fresh one
         self.used = 0
 
     def begin(self, step: int) -> None:

@@ -5,7 +5,8 @@ device's share of time between steps, in the middle of a run. A step that waits 
 a GPU a second figure says the share of a median step in which no kernel runs: kernel times are those of a full batch of equal
 contexts under a profiler (`kernel_count.py`). Prints a table for people, then one JSON line.
 
-usage: python tests/bench/overhead.py [--model PATH] [--requests 16,64,256] [--new 64] [--flags "--load-format dummy"]
+usage: python tests/bench/overhead.py [--model PATH] [--requests 16,64,256] [--new 64] [--only "fused + graphs + async"]
+       [--flags "--load-format dummy"]
 """
 
 import argparse
@@ -111,6 +112,8 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
     parser.add_argument("--requests", default="16", help="how many at once; several runs separated by commas")
     parser.add_argument("--new", type=int, default=64, help="tokens of the longest request")
+    parser.add_argument("--only", default="", help="names of configurations, separated by commas; default: all")
+    parser.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=True, help="profile kernels too, on a GPU")
     parser.add_argument("--flags", default="", help="more flags for the engine")
     arguments = parser.parse_args()
     counts, extra = [int(count) for count in arguments.requests.split(",")], shlex.split(arguments.flags)
@@ -119,14 +122,16 @@ def main() -> None:
     on_gpu = has_gpu() and arguments.executor == "transformer" and "cpu" not in extra
 
     batches = [mixed_requests(count, arguments.new) for count in counts]
-    ways = configurations(on_gpu)
+    ways = [way for way in configurations(on_gpu) if not arguments.only or way.name in arguments.only.split(",")]
+    if not ways:
+        parser.error(f"--only must name some of: {', '.join(way.name for way in configurations(on_gpu))}; got {arguments.only}")
     runs: dict[str, list[Run]] = {}
     for way in ways:
         print(f"{way.name} …", file=sys.stderr, flush=True)
         runs[way.name] = trace_runs([*flags, "--max-num-seqs", str(max(counts)), *way.flags], batches)
     results = {}
     for i, count in enumerate(counts):
-        kernels = count_kernels(count, flags) if on_gpu else {}
+        kernels = count_kernels(count, flags) if on_gpu and arguments.kernels else {}
         busy_ms = {way.name: kernels[way.kernels]["busy_ms"] if kernels else None for way in ways}
         results[count] = {way.name: summary(runs[way.name][i], runs[ways[0].name][i], busy_ms[way.name]) for way in ways}
         print_table(count, results[count])
