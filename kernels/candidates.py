@@ -15,6 +15,8 @@ Config = MatvecConfig | SlicedConfig | SkinnyConfig | LibraryConfig
 MOST_MATVEC_ROWS = 8
 # Up to here they always win (0.6B shape, H200).
 FEW_ROWS = 2
+# With fewer rows every program squares them all itself.
+FEWEST_APART_ROWS = 32
 # Fewer rows than this never pay for a norm and an activation of their own; from MANY_ROWS on they always do.
 FEWEST_LIBRARY_ROWS = 16
 MANY_ROWS = 128
@@ -24,6 +26,11 @@ _SKINNY = [SkinnyConfig(*c) for c in (
     (64, 128, 4, 4, 4, 4), (64, 128, 2, 4, 4, 4), (64, 128, 4, 2, 4, 4), (64, 128, 4, 0, 4, 4), (64, 128, 1, 0, 4, 4),
     (64, 128, 2, 0, 4, 4), (64, 128, 2, 2, 4, 3), (64, 128, 1, 2, 4, 3), (32, 128, 2, 4, 4, 4), (32, 128, 4, 2, 4, 4),
     (128, 64, 1, 0, 8, 4), (128, 64, 2, 0, 8, 4), (128, 128, 1, 0, 8, 3),
+)]  # fmt: skip
+# The same, for a norm apart: with many rows.
+_SKINNY_APART = [SkinnyConfig(*c, norm_apart=True) for c in (
+    (64, 128, 1, 0, 4, 4), (64, 128, 2, 0, 4, 4), (64, 128, 2, 2, 4, 3), (64, 128, 4, 0, 4, 3), (128, 64, 1, 0, 8, 4),
+    (64, 64, 1, 0, 8, 4), (128, 128, 1, 0, 8, 3),
 )]  # fmt: skip
 # outputs, warps, inputs
 _SLICED = [SlicedConfig(*c) for c in ((16, 4, 256), (16, 8, 128), (32, 8, 128), (16, 8, 256), (8, 8, 256), (16, 16, 64))]
@@ -41,7 +48,8 @@ def candidates(projection: Projection) -> list[Config]:
     slices = [config for config in _SLICED if config.fits(p)] if p.dtype != torch.float32 else []
     if sums and p.rows <= FEW_ROWS:
         return sums + slices
-    tiles = [config for config in _SKINNY if config.fits(p)] or [config for config in _SKINNY_ODD if config.fits(p)]
+    apart = _SKINNY_APART if p.has_norm and p.rows >= FEWEST_APART_ROWS else []
+    tiles = [config for config in [*_SKINNY, *apart] if config.fits(p)] or [config for config in _SKINNY_ODD if config.fits(p)]
     library = [LibraryConfig()] if p.rows >= FEWEST_LIBRARY_ROWS else []
     if library and (p.rows >= MANY_ROWS or p.op is Op.NORM_GATE_UP):
         return library + slices + tiles

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.activation import silu_mul, silu_mul_launch
-from kernels.norm import rms_norm, rms_norm_launch
-from kernels.projection import Op, Operands, Projection, Scratch, ScratchSizes
+from kernels.projection import Op, Operands, Projection, Scratch, ScratchSizes, norm_launch, normalised
 
 
 @dataclass(frozen=True)
@@ -31,26 +30,26 @@ class LibraryConfig:
 
     def run(self, projection: Projection, operands: Operands, scratch: Scratch, pdl: bool) -> None:
         """Compute the projection."""
-        p, (x_BK, weight_WK, bias_W, out_BO) = projection, operands
+        p = projection
         operands.check(p)
-        if p.op is Op.LINEAR_ADD:
-            _add_product(x_BK, weight_WK, bias_W, out_BO)
-            return
-        normed_BK = scratch.normed[: p.rows * p.inputs].view(p.rows, p.inputs)
-        rms_norm(x_BK, None, normed_BK, p.eps, pdl)
-        if p.op is Op.NORM_LINEAR:
-            _product(normed_BK, weight_WK, bias_W, out_BO)
-            return
-        products_BW = scratch.products[: p.rows * 2 * p.outputs].view(p.rows, 2 * p.outputs)
-        _product(normed_BK, weight_WK, bias_W, products_BW)
-        silu_mul(products_BW, out_BO, pdl)
+        if p.has_norm:
+            operands = normalised(p, operands, scratch, pdl)
+        x_BK, weight_WK, bias_W, out_BO = operands
+        match p.op:
+            case Op.LINEAR_ADD:
+                _add_product(x_BK, weight_WK, bias_W, out_BO)
+            case Op.NORM_LINEAR:
+                _product(x_BK, weight_WK, bias_W, out_BO)
+            case Op.NORM_GATE_UP:
+                products_BW = scratch.products[: p.rows * 2 * p.outputs].view(p.rows, 2 * p.outputs)
+                _product(x_BK, weight_WK, bias_W, products_BW)
+                silu_mul(products_BW, out_BO, pdl)
 
     def compile(self, projection: Projection, pdl: bool) -> None:
         """Compile what `run` launches beside the library's kernels."""
         p, dtype = projection, projection.dtype
         if p.has_norm:
-            strides = (p.inputs, p.inputs, p.inputs, p.inputs, 0)
-            rms_norm_launch(p.rows, 1, p.inputs, (dtype, None, None, dtype), strides, p.eps, pdl).compile()
+            norm_launch(p, (dtype, dtype), pdl).compile()
         if p.op is Op.NORM_GATE_UP:
             silu_mul_launch(p.rows, p.outputs, (dtype, dtype), pdl).compile()
 

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.device import Launch
+from kernels.norm import rms_norm_launch
+
 
 class Op(Enum):
     """The three projections; kernels.reference_fused says what each computes."""
@@ -69,6 +72,19 @@ def operand_types(projection: Projection) -> Operands:
     """The dtypes in the tensors' places, to compile without tensors."""
     dtype = projection.dtype
     return Operands(dtype, dtype, dtype if projection.has_bias else None, dtype)
+
+
+def norm_launch(p: Projection, tensors: tuple, pdl: bool) -> Launch:
+    """The norm before a projection as a kernel of its own; tensors are (x, normalised x), or their dtypes to compile."""
+    x, normed = tensors
+    return rms_norm_launch(p.rows, 1, p.inputs, (x, None, None, normed), (p.inputs, p.inputs, p.inputs, p.inputs, 0), p.eps, pdl)
+
+
+def normalised(p: Projection, operands: Operands, scratch: "Scratch", pdl: bool) -> Operands:
+    """The operands with x normalised, in scratch memory."""
+    normed_BK = scratch.normed[: p.rows * p.inputs].view(p.rows, p.inputs)
+    norm_launch(p, (operands.x_BK, normed_BK), pdl).run()
+    return operands._replace(x_BK=normed_BK)
 
 
 class ScratchSizes(NamedTuple):

@@ -14,7 +14,17 @@ import triton.language as tl
 
 from kernels.activation import silu
 from kernels.device import Launch, dot, let_dependents_start, wait_for_predecessor
-from kernels.projection import Op, Operands, Projection, Scratch, ScratchSizes, operand_types, scratch_types
+from kernels.projection import (
+    Op,
+    Operands,
+    Projection,
+    Scratch,
+    ScratchSizes,
+    norm_launch,
+    normalised,
+    operand_types,
+    scratch_types,
+)
 
 # Of the 227 KB that a program may have, less what layout conversions take.
 SHARED_MEMORY = 200_000
@@ -25,7 +35,8 @@ REGISTERS = 255  # the most a thread can have
 class SkinnyConfig:
     """How a program is cut: outputs, inputs at a time, splits of the inputs, weight tiles before the wait, warps, stages, rows.
 
-    A step of more rows than `rows` has programs of its own for them, which find the weights in the cache.
+    A step of more rows than `rows` has programs of its own for them, which find the weights in the cache. norm_apart: a norm is a
+    kernel of its own before this one, where otherwise every program would square all rows again.
     """
 
     outputs: int
@@ -35,10 +46,11 @@ class SkinnyConfig:
     warps: int = 4
     stages: int = 4
     rows: int = 128
+    norm_apart: bool = False
 
     def fits(self, projection: Projection) -> bool:
         """Whether the inputs divide into splits of whole tiles, and tiles and sums have room."""
-        p, batch = projection, self.batch_rows(projection.rows) * (2 if projection.has_norm else 1)  # x is loaded twice
+        p, batch = projection, self.batch_rows(projection.rows) * (2 if self._squares(projection) else 1)  # x is loaded twice
         tiles = self.stages + (self.early > 0)  # those loaded early pass through shared memory too
         pipelined = (self.outputs * p.halves + batch) * self.inputs * p.dtype.itemsize * tiles
         sums = p.halves * self.outputs * self.batch_rows(p.rows)
@@ -52,11 +64,17 @@ class SkinnyConfig:
 
     def scratch_sizes(self, projection: Projection) -> ScratchSizes:
         """The scratch a run needs: partial results of every program, a counter for every tile."""
+        p = projection
+        normed = p.rows * p.inputs if p.has_norm and self.norm_apart else 0
         if self.splits == 1:
-            return ScratchSizes()
-        tiles = self.grid(projection)[0]
-        per_program = (projection.halves * self.outputs + 1) * self.batch_rows(projection.rows)
-        return ScratchSizes(partial=tiles * self.splits * per_program, arrived=tiles)
+            return ScratchSizes(normed=normed)
+        tiles = self.grid(p)[0]
+        per_program = (p.halves * self.outputs + 1) * self.batch_rows(p.rows)
+        return ScratchSizes(partial=tiles * self.splits * per_program, arrived=tiles, normed=normed)
+
+    def _squares(self, projection: Projection) -> bool:
+        """Whether the kernel itself normalises."""
+        return projection.has_norm and not self.norm_apart
 
     def grid(self, projection: Projection) -> tuple[int, int]:
         """Programs: tiles (batches of the same weights side by side), splits."""
@@ -68,10 +86,14 @@ class SkinnyConfig:
         operands.check(projection)
         sizes = self.scratch_sizes(projection)
         assert self.fits(projection) and len(scratch.partial) >= sizes.partial and len(scratch.arrived) >= sizes.arrived
+        if sizes.normed:
+            operands = normalised(projection, operands, scratch, pdl)
         _launch(self, projection, operands, scratch, pdl).run()
 
     def compile(self, projection: Projection, pdl: bool) -> None:
         """Compile what `run` launches."""
+        if self.norm_apart and projection.has_norm:
+            norm_launch(projection, (projection.dtype, projection.dtype), pdl).compile()
         _launch(self, projection, operand_types(projection), scratch_types(projection.dtype), pdl).compile()
 
 
@@ -85,7 +107,7 @@ def tile_options(config: SkinnyConfig, rows: int, inputs: int) -> dict[str, int]
 
 
 def _launch(config: SkinnyConfig, p: Projection, operands: Operands, scratch: Scratch, pdl: bool) -> Launch:
-    constants = dict(O=p.outputs, K=p.inputs, HALVES=p.halves, NORM=p.has_norm, ADD=p.op is Op.LINEAR_ADD, EPS=p.eps)
+    constants = dict(O=p.outputs, K=p.inputs, HALVES=p.halves, NORM=config._squares(p), ADD=p.op is Op.LINEAR_ADD, EPS=p.eps)
     constants |= tile_options(config, p.rows, p.inputs)
     arguments = (*operands, scratch.partial, scratch.arrived, p.rows)
     return Launch(_skinny_kernel, config.grid(p), arguments, constants, pdl, config.warps)

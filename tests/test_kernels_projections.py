@@ -79,6 +79,7 @@ CONFIGURATIONS = [
     (MatvecConfig(4, 4, 128), 8, 8, 336),  # several steps, the last one not whole
     (SkinnyConfig(16, 32, warps=4, stages=2), 5, 35, 96),
     (SkinnyConfig(32, 32, splits=2, early=1), 17, 64, 192),
+    (SkinnyConfig(16, 32, splits=2, early=1, norm_apart=True), 33, 40, 128),
     (SkinnyConfig(16, 16, splits=4, early=2, rows=16), 40, 24, 128),  # all loaded early; three batches of rows
     (LibraryConfig(), 19, 40, 96),
     (SlicedConfig(16, 4, 32), 5, 40, 128),
