@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
@@ -59,12 +60,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add(model, "max_model_len", "--max-model-len", "--context-length", type=int, help="longest context in tokens; default: the model's")
     add(model, "executor", "--executor", help=argparse.SUPPRESS, choices=["transformer", "checksum"])
 
-    batch = parser.add_argument_group("batching")
-    add(batch, "max_num_seqs", "--max-num-seqs", "--max-running-requests", type=int, help="requests that run at once")
-    add(batch, "max_num_batched_tokens", "--max-num-batched-tokens", "--chunked-prefill-size", type=int, help="tokens of one step")
-    add(batch, "max_pipeline_depth", "--max-pipeline-depth", type=int, help="steps sent ahead at most; 1 waits for each")
-    add(batch, "max_queued_requests", "--max-num-queued-reqs", "--max-queued-requests", type=int, help="requests that may wait")
-    add(batch, "seed", "--seed", "--random-seed", type=int, help="of requests without a seed; default: random")
+    _add_batching(parser.add_argument_group("batching"), add)
 
     memory = parser.add_argument_group("memory and compute")
     add(memory, "block_size", "--block-size", "--page-size", type=int, help="tokens per KV block")
@@ -83,6 +79,18 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     doors.add_argument("--zmq-listen", metavar="ipc://PATH", help=f"address for ZMQ clients; default: {default_client_address()}")
     add(doors, "trace_dir", "--trace", type=os.path.abspath, metavar="DIR", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
+
+
+def _add_batching(group: argparse._ArgumentGroup, add: Callable[..., None]) -> None:
+    add(group, "max_num_seqs", "--max-num-seqs", "--max-running-requests", type=int, help="requests that run at once")
+    add(group, "max_num_batched_tokens", "--max-num-batched-tokens", "--chunked-prefill-size", type=int, help="tokens of one step")
+    add(group, "max_pipeline_depth", "--max-pipeline-depth", type=int, help="steps sent ahead at most; 1 waits for each")
+    add(group, "max_queued_requests", "--max-num-queued-reqs", "--max-queued-requests", type=int, help="requests that may wait")
+    add(group, "max_num_queued_tokens", "--max-num-queued-tokens", type=int, help="prompt tokens that may wait")
+    add(group, "queue_timeout", "--queue-timeout", type=float, help="seconds a request may wait to start; default: no limit")
+    policies = {"choices": ["fcfs", "priority"], "help": "priority: requests of a lower number first"}
+    add(group, "scheduling_policy", "--scheduling-policy", "--schedule-policy", **policies)
+    add(group, "seed", "--seed", "--random-seed", type=int, help="of requests without a seed; default: random")
 
 
 def resolve_model(name: str | None) -> str:

@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from frontend.controls import resolve_controls
 from frontend.tokenizer import ModelTokenizer
-from protocol.messages import ChatMessage, Generate
-from protocol.sampling import RowSampling, SamplingParams, check_sampling, row_sampling
+from protocol.controls import RowControls
+from protocol.messages import MAX_PRIORITY, MIN_PRIORITY, ChatMessage, Generate
+from protocol.sampling import RowSampling, SamplingParams, check_sampling, choice_seed, row_sampling
 
 # No model's ids stand for more characters on average, save in runs of blanks; longer texts are refused before they cost time.
 MAX_CHARS_PER_TOKEN = 64
@@ -32,6 +34,9 @@ class Admitted(msgspec.Struct, frozen=True):
     stops: list[str]
     sampling: RowSampling
     salt: bytes = b""  # of the prefix cache
+    priority: int = 0
+    more_seeds: list[int] = []  # of the choices after the first
+    controls: RowControls | None = None
 
 
 class Admission:
@@ -44,11 +49,13 @@ class Admission:
         limits: Limits,
         threads: ThreadPoolExecutor,
         seed: int | None,
+        takes_priority: bool = False,
     ):
         self.tokenizer = tokenizer
         self.model_end_ids = model_end_ids
         self.limits = limits
         self.threads = threads
+        self.takes_priority = takes_priority
         self.random = secrets.SystemRandom() if seed is None else random.Random(seed)
 
     def needs_text(self, request: Generate) -> bool:
@@ -67,21 +74,30 @@ class Admission:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.threads, self._tokenize, request.prompt, request.messages)
 
-    def admit(self, prompt_ids: list[int], params: SamplingParams, cache_salt: str | None = None) -> Admitted:
+    def admit(self, prompt_ids: list[int], params: SamplingParams, cache_salt: str | None = None, priority: int = 0) -> Admitted:
         """Check ids and parameters against the limits and resolve the rest."""
         salt = (cache_salt or "").encode("utf-8", "surrogatepass")
         if len(salt) > MAX_SALT_BYTES:
             raise ValueError(f"cache_salt may have at most {MAX_SALT_BYTES} bytes, got {len(salt)}")
+        self._check_priority(priority)
         check_sampling(params, self.limits.vocab_size)
         self._check_prompt(prompt_ids)
         room = self.limits.max_model_len - len(prompt_ids)
+        max_tokens = min(room, params.max_tokens or room)
+        if (params.min_tokens or 0) > max_tokens:
+            limit = "max_tokens" if max_tokens < room else "the room that the prompt leaves"
+            raise ValueError(f"min_tokens must be at most {max_tokens}, {limit}, got {params.min_tokens}")
+        sampling, end_ids = row_sampling(params, self.random.getrandbits(64) - 2**63), self._end_ids(params)
         return Admitted(
             prompt_ids=prompt_ids,
-            max_tokens=min(room, params.max_tokens or room),
-            end_ids=self._end_ids(params),
+            max_tokens=max_tokens,
+            end_ids=end_ids,
             stops=params.stop_strings,
-            sampling=row_sampling(params, self.random.getrandbits(64) - 2**63),
+            sampling=sampling,
             salt=salt,
+            priority=priority,
+            more_seeds=[choice_seed(sampling.seed, index) for index in range(1, params.n or 1)],
+            controls=resolve_controls(params, sampling, end_ids, self.tokenizer, self.limits.vocab_size),
         )
 
     def _tokenize(self, prompt: str | None, messages: list[ChatMessage] | None) -> list[int]:
@@ -97,6 +113,12 @@ class Admission:
         most = self.limits.max_model_len * MAX_CHARS_PER_TOKEN
         if num_chars > most:
             raise ValueError(f"{what} may have at most {most} characters, got {num_chars}")
+
+    def _check_priority(self, priority: int) -> None:
+        if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+            raise ValueError(f"priority must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {priority}")
+        if priority and not self.takes_priority:
+            raise ValueError(f"priority must be 0 with --scheduling-policy fcfs, got {priority}")
 
     def _check_prompt(self, prompt_ids: list[int]) -> None:
         limit = self.limits.max_model_len

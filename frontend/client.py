@@ -21,12 +21,23 @@ import zmq
 import zmq.asyncio
 
 from frontend.client_cli import run
-from frontend.client_stream import Completion, EngineError, Messages, ReplyCheck, build_request, encode_request, join_outputs
+from frontend.client_stream import (
+    Choice,
+    Completion,
+    EngineError,
+    Messages,
+    ReplyCheck,
+    build_request,
+    check_one_turn,
+    encode_request,
+    is_last,
+    join_outputs,
+)
 from protocol.address import DOOR_VERSION, default_client_address
 from protocol.messages import Cancel, Error, GetInfo, Info, KeepAlive, Output, decode_to_client
 from protocol.transport import DECODE_ERRORS
 
-__all__ = ["AsyncClient", "Client", "Completion", "EngineError"]
+__all__ = ["AsyncClient", "Choice", "Client", "Completion", "EngineError"]
 
 CONNECT_SECONDS = 5.0  # for the engine's first sign of life
 SILENCE_SECONDS = 10.0  # while a request is open the engine sends a keep-alive every half second; this long without: it is gone
@@ -80,21 +91,22 @@ class Client:
         messages: Messages | None = None,
         stream: bool = True,
         cache_salt: str | None = None,
+        priority: int = 0,
         **sampling: object,
     ) -> Generator[Output]:
-        """Outputs as they come, the last with a finish_reason. Closing the generator early cancels the request."""
+        """Outputs as they come, the last with the usage; `index` is the choice. Closing the generator early cancels the request."""
         self._connect()
         request_id = next(self.request_ids)
         replies = self.replies[request_id] = deque()
         check, finished = ReplyCheck(), False
         try:
-            self._send(build_request(request_id, prompt, prompt_ids, messages, stream, cache_salt, sampling))
+            self._send(build_request(request_id, prompt, prompt_ids, messages, stream, cache_salt, priority, sampling))
             while not finished:
                 deadline = _deadline(self.timeout)
                 while not replies:
                     self._receive(deadline)
                 reply = replies.popleft()
-                finished = isinstance(reply, Error) or reply.finish_reason is not None
+                finished = is_last(reply)
                 yield check.check(reply)
         finally:
             del self.replies[request_id]
@@ -107,6 +119,7 @@ class Client:
 
     def chat(self, messages: Messages, **sampling: object) -> Iterator[str]:
         """The text of the assistant's next turn, as it comes."""
+        check_one_turn(sampling)
         with closing(self.generate(messages=messages, **sampling)) as outputs:
             for output in outputs:
                 yield output.text
@@ -185,18 +198,19 @@ class AsyncClient:
         messages: Messages | None = None,
         stream: bool = True,
         cache_salt: str | None = None,
+        priority: int = 0,
         **sampling: object,
     ) -> AsyncGenerator[Output]:
-        """Outputs as they come, the last with a finish_reason. Closing the generator early (`aclosing`) cancels the request."""
+        """Outputs as they come, the last with the usage; `index` is the choice. Closing early (`aclosing`) cancels the request."""
         self._expect()
         request_id = next(self.request_ids)
         replies = self.replies[request_id] = asyncio.Queue()
         check, finished = ReplyCheck(), False
         try:
-            await self._send(build_request(request_id, prompt, prompt_ids, messages, stream, cache_salt, sampling))
+            await self._send(build_request(request_id, prompt, prompt_ids, messages, stream, cache_salt, priority, sampling))
             while not finished:
                 reply = await self._within(self.timeout, replies.get())
-                finished = isinstance(reply, Error) or reply.finish_reason is not None
+                finished = is_last(reply)
                 yield check.check(reply)
         finally:
             del self.replies[request_id]
@@ -210,6 +224,7 @@ class AsyncClient:
 
     async def chat(self, messages: Messages, **sampling: object) -> AsyncIterator[str]:
         """The text of the assistant's next turn, as it comes."""
+        check_one_turn(sampling)
         async with aclosing(self.generate(messages=messages, **sampling)) as outputs:
             async for output in outputs:
                 yield output.text

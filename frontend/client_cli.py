@@ -1,6 +1,7 @@
 """The command line of the client: python -m frontend.client "prompt"."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -38,7 +39,8 @@ def run(make_client: Callable[..., object], arguments: list[str] | None = None) 
 
 
 def _answer(client, options: argparse.Namespace, show: Callable[[Output], None]) -> int:
-    sampling = {name: getattr(options, name) for name in SAMPLING_FIELDS if getattr(options, name) is not None}
+    given = vars(options)
+    sampling = {name: given[name] for name in SAMPLING_FIELDS if given.get(name) is not None}
     if options.chat:
         source = {"messages": [{"role": "user", "content": options.prompt}]}
     else:
@@ -87,5 +89,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="default: a random one")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given several times")
     parser.add_argument("--stop-token-ids", type=int, nargs="+", metavar="ID", help="end at one of these tokens")
+    _add_controls(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end of sequence")
     return parser
+
+
+def _add_controls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--min-tokens", type=int, help="do not end before so many")
+    parser.add_argument("--repetition-penalty", type=float, help="of tokens in the prompt or the output; 1: off (default)")
+    parser.add_argument("--presence-penalty", type=float, help="of tokens in the output, once; 0: off (default)")
+    parser.add_argument("--frequency-penalty", type=float, help="of tokens in the output, each time; 0: off (default)")
+    parser.add_argument("--logit-bias", type=json.loads, metavar="JSON", help='added to logits by token id: {"17": -100}')
+    parser.add_argument("--bad-words", action="append", metavar="TEXT", help="not in the output; may be given several times")
+    parser.add_argument("--allowed-token-ids", type=int, nargs="+", metavar="ID", help="only these tokens")

@@ -18,13 +18,30 @@ class EngineError(Exception):
         self.message = message
 
 
-class Completion(msgspec.Struct, frozen=True):
-    """The whole answer to one request."""
+class Choice(msgspec.Struct, frozen=True):
+    """One of a request's n answers."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+
+
+class Completion(Choice, frozen=True):
+    """The whole answer to one request: the first choice's fields, and all choices, whose tokens the usage counts."""
+
     usage: Usage
+    choices: list[Choice]
+
+
+def is_last(reply: Output | Error) -> bool:
+    """Whether a request's replies end with this one."""
+    return isinstance(reply, Error) or reply.usage is not None
+
+
+def check_one_turn(sampling: dict[str, object]) -> None:
+    """Raise ValueError where choices would be mixed into one text."""
+    if sampling.get("n") not in (None, 1):
+        raise ValueError(f"chat gives one turn, so n must be 1, got {sampling['n']}; generate and complete give several")
 
 
 class ReplyCheck:
@@ -50,12 +67,13 @@ def build_request(
     messages: Messages | None,
     stream: bool,
     cache_salt: str | None,
+    priority: int,
     sampling: dict[str, object],
 ) -> Generate:
     """A request. Raises ValueError for a parameter that SamplingParams does not know, or a wrong type."""
     turns = None if messages is None else msgspec.convert(messages, list[ChatMessage], from_attributes=True)
     params = msgspec.convert(sampling, SamplingParams)
-    return Generate(request_id, prompt, prompt_ids, turns, params, stream, cache_salt)
+    return Generate(request_id, prompt, prompt_ids, turns, params, stream, cache_salt, priority)
 
 
 def encode_request(message: ClientMessage) -> bytes:
@@ -68,9 +86,13 @@ def encode_request(message: ClientMessage) -> bytes:
 
 def join_outputs(outputs: list[Output]) -> Completion:
     """The outputs of one request, the last one included, as one result."""
-    return Completion(
-        text="".join(output.text for output in outputs),
-        token_ids=[token for output in outputs for token in output.token_ids],
-        finish_reason=outputs[-1].finish_reason,
-        usage=outputs[-1].usage,
-    )
+    by_choice: dict[int, list[Output]] = {}
+    for output in outputs:
+        by_choice.setdefault(output.index, []).append(output)
+    choices = [_join_choice(by_choice[index]) for index in sorted(by_choice)]
+    return Completion(*msgspec.structs.astuple(choices[0]), outputs[-1].usage, choices)
+
+
+def _join_choice(outputs: list[Output]) -> Choice:
+    text = "".join(output.text for output in outputs)
+    return Choice(text, [token for output in outputs for token in output.token_ids], outputs[-1].finish_reason)

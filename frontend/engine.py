@@ -8,7 +8,7 @@ import numpy as np
 
 from frontend.admission import Admitted
 from frontend.pump import Pump
-from frontend.request import Failure, Listener, OpenRequest
+from frontend.request import Choices, Failure, Listener, OpenRequest
 from frontend.tokenizer import ModelTokenizer
 from protocol.messages import AbortRequests, AddRequest, GetStats, Refused, Stats, TokenBatch, pack, unpack
 from protocol.transport import Endpoint
@@ -19,38 +19,44 @@ MAX_MESSAGES_PER_TURN = 64  # steps, when this process is that far behind; then 
 class EngineClient:
     """Submits admitted requests and hears of them.
 
-    A listener is called from the event loop, once for all that arrived together, until its delta has a finish_reason or it got a
-    Failure. It must not call back. Invariant: `open` holds exactly the requests whose listener has not heard its last word.
+    A listener is called from the event loop, once for all that arrived together for a choice, until its delta has the usage or it got
+    a Failure. It must not call back. Invariant: `open` holds exactly the choices whose last word their listener has not heard.
     """
 
     def __init__(self, endpoint: Endpoint, tokenizer: ModelTokenizer | None):
         self.endpoint = endpoint
         self.tokenizer = tokenizer
         self.open: dict[int, OpenRequest] = {}
-        self.handles = itertools.count(1)
+        self.next_handle = 1
         self.next_stats: asyncio.Future[Stats] | None = None
         self.pump = Pump(endpoint.socket, self._receive)
 
-    def submit(self, request: Admitted, listener: Listener) -> int:
-        """Hand a request to the scheduler; returns its handle, for `abort`. Raises zmq.Again when the scheduler is far behind."""
-        handle = next(self.handles)
-        detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(request.prompt_ids)
+    def submit(self, request: Admitted, listener: Listener) -> range:
+        """Hand a request to the scheduler; returns its choices' handles, for `abort`. Raises zmq.Again when the scheduler is far behind."""
+        handles = range(self.next_handle, self.next_handle + 1 + len(request.more_seeds))
         self._send(
             AddRequest(
-                handle=handle,
+                handle=handles.start,
                 prompt=pack(request.prompt_ids),
                 generated=b"",
                 max_tokens=request.max_tokens,
                 end_ids=sorted(request.end_ids),
                 sampling=request.sampling,
                 salt=request.salt,
+                priority=request.priority,
+                more_seeds=request.more_seeds,
+                controls=request.controls,
             )
         )
-        self.open[handle] = OpenRequest(len(request.prompt_ids), request.end_ids, detokenizer, request.stops, listener)
-        return handle
+        self.next_handle = handles.stop
+        choices, min_tokens = Choices(handles, len(request.prompt_ids), listener), request.sampling.min_tokens
+        for index, handle in enumerate(handles):
+            detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(request.prompt_ids)
+            self.open[handle] = OpenRequest(choices, index, request.end_ids, detokenizer, request.stops, min_tokens)
+        return handles
 
     def abort(self, handles: Iterable[int]) -> None:
-        """End requests early; their listeners get a last delta, reason "abort". Unknown handles are harmless."""
+        """End choices early; their listeners get a last delta, reason "abort". Unknown handles are harmless."""
         known = [handle for handle in handles if handle in self.open]
         for handle in known:
             self._close(handle, "abort")
@@ -89,8 +95,9 @@ class EngineClient:
 
     def _take_tokens(self, batch: TokenBatch, touched: dict[int, OpenRequest]) -> None:
         for started in batch.started:
-            if started.handle in self.open:
-                self.open[started.handle].num_cached = started.num_cached
+            request = self.open.get(started.handle)
+            if request is not None and request.index == 0:
+                request.choices.num_cached = started.num_cached
         handles = np.frombuffer(batch.handles, dtype="<i8").tolist()
         for handle, token in zip(handles, unpack(batch.tokens).tolist(), strict=True):
             request = self.open.get(handle)
@@ -105,7 +112,7 @@ class EngineClient:
         if stopped:  # by a stop string, of which the scheduler knows nothing
             self._send(AbortRequests(stopped))
         for request in touched.values():
-            request.listener(request.take_delta())
+            request.choices.listener(request.take_delta())
 
     def _take_stats(self, stats: Stats) -> None:
         if self.next_stats is not None:
@@ -115,9 +122,14 @@ class EngineClient:
     def _close(self, handle: int, reason: str) -> None:
         request = self.open.pop(handle)
         request.finish(reason)
-        request.listener(request.take_delta())
+        request.choices.listener(request.take_delta())
 
     def _fail(self, handle: int, failure: Failure) -> None:
-        request = self.open.pop(handle, None)
-        if request is not None:
-            request.listener(failure)
+        """A refused choice ends its whole request."""
+        request = self.open.get(handle)
+        if request is None:
+            return
+        others = [other for other in request.choices.handles if self.open.pop(other, None) is not None and other != handle]
+        if others:
+            self._send(AbortRequests(others))
+        request.choices.listener(failure)

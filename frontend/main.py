@@ -31,7 +31,8 @@ def main(config: EngineConfig, lifeline: Lifeline) -> None:
         if limits is not None:
             engine = EngineClient(endpoint, tokenizer)
             with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
-                admission = Admission(tokenizer, end_ids, limits, threads, config.seed)
+                takes_priority = config.scheduling_policy == "priority"
+                admission = Admission(tokenizer, end_ids, limits, threads, config.seed, takes_priority)
                 asyncio.run(_serve(ZmqDoor(door_socket, engine, admission, config.served_model_name), lifeline))
     finally:
         context.destroy(linger=GOODBYE_MS)

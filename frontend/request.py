@@ -10,12 +10,13 @@ from protocol.messages import FinishReason, Usage
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What is new for a request. The last one has a `finish_reason` and the usage."""
+    """What is new for a choice of a request; its last one has a `finish_reason`, that of the last choice to end has the usage."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    index: int = 0  # of the choice
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -28,22 +29,46 @@ class Failure(msgspec.Struct, frozen=True):
 Listener = Callable[[Delta | Failure], None]
 
 
+class Choices:
+    """What the choices of one request have in common: their handles, one each, and who hears of them."""
+
+    def __init__(self, handles: range, num_prompt: int, listener: Listener):
+        self.handles = handles
+        self.num_prompt = num_prompt
+        self.listener = listener
+        self.num_cached = 0  # prompt tokens that the first choice found in the prefix cache
+        self.num_generated = 0  # by choices that have ended
+        self.num_open = len(handles)
+
+    def end(self, num_generated: int) -> Usage | None:
+        """A choice has ended; the usage if it was the last."""
+        self.num_generated += num_generated
+        self.num_open -= 1
+        return None if self.num_open else Usage(self.num_prompt, self.num_generated, self.num_cached)
+
+
 class OpenRequest:
-    """The state of one request between its admission and its last delta.
+    """The state of one choice between its admission and its last delta.
 
     `text` and `token_ids` gather what `take_delta` hands out next. Ids that end the output are delivered, but are no part of its
     text.
     """
 
     def __init__(
-        self, num_prompt: int, end_ids: frozenset[int], detokenizer: Detokenizer | None, stops: list[str], listener: Listener
+        self,
+        choices: Choices,
+        index: int,
+        end_ids: frozenset[int],
+        detokenizer: Detokenizer | None,
+        stops: list[str],
+        min_tokens: int = 0,
     ):
-        self.num_prompt = num_prompt
+        self.choices = choices
+        self.index = index
         self.end_ids = end_ids
         self.detokenizer = detokenizer
         self.stops = StopStrings(stops)
-        self.listener = listener
-        self.num_cached = 0  # prompt tokens found in the prefix cache
+        self.min_tokens = min_tokens
         self.num_generated = 0
         self.text = ""
         self.token_ids: list[int] = []
@@ -70,12 +95,15 @@ class OpenRequest:
 
     def take_delta(self) -> Delta:
         """What came since the last call."""
-        usage = None if self.finish_reason is None else Usage(self.num_prompt, self.num_generated, self.num_cached)
-        delta = Delta(self.text, self.token_ids, self.finish_reason, usage)
+        usage = None if self.finish_reason is None else self.choices.end(self.num_generated)
+        delta = Delta(self.text, self.token_ids, self.finish_reason, usage, self.index)
         self.text, self.token_ids = "", []
         return delta
 
     def _add_text(self, text: str) -> None:
+        if self.num_generated <= self.min_tokens:  # stop strings are looked for behind these tokens only
+            self.text += text
+            return
         text, stopped = self.stops.feed(text)
         self.text += text
         if stopped:

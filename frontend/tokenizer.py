@@ -42,6 +42,12 @@ class ModelTokenizer:
         size = len(self.prefix_ids)
         return ids if ids[:size] == self.prefix_ids else self.prefix_ids + ids
 
+    def encode_words(self, words: list[str]) -> list[list[int]]:
+        """The ids of parts of texts, without the prefix. Raises ValueError on lone surrogates."""
+        for word in words:
+            _check_unicode(word)
+        return [encoding.ids for encoding in self.backend.encode_batch(words, add_special_tokens=False)]
+
     def render(self, messages: list[dict[str, str]]) -> str:
         """A conversation as text. Raises ValueError when the model has no template, or it refuses the messages."""
         if self.chat_template is None:

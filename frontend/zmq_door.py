@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -50,11 +51,11 @@ class ClientRequest:
     identity: bytes
     request_id: int
     stream: bool
-    handle: int | None = None  # None while its text is being tokenised
+    handles: range = range(0)  # of its choices; none while its text is being tokenised
     tokenizing: asyncio.Task[None] | None = None
     seq: int = 0
-    text: str = ""  # gathered, when the client wants it all at once
-    token_ids: list[int] = field(default_factory=list)
+    texts: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))  # gathered, when the client wants all at once
+    token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # by choice, like the texts
     verdict: Error | None = None  # its last message, when the door ends it
 
 
@@ -75,6 +76,7 @@ class ZmqDoor:
         self.tasks: set[asyncio.Task[None]] = set()
         self.num_tokenizing = 0
         self.num_malformed = 0
+        self.num_refused = 0
 
     def start(self) -> None:
         """Serve, in the running loop."""
@@ -126,6 +128,7 @@ class ZmqDoor:
     def _generate(self, identity: bytes, message: Generate) -> None:
         requests = self.clients.setdefault(identity, {})
         if message.request_id in requests:
+            self.num_refused += 1
             self.outbox.send(identity, Error(message.request_id, 409, f"request_id {message.request_id} is in use"))
             return
         request = requests[message.request_id] = ClientRequest(identity, message.request_id, message.stream)
@@ -135,9 +138,9 @@ class ZmqDoor:
             elif self.num_tokenizing < MAX_TOKENIZING:
                 request.tokenizing = self._start(self._tokenize_and_submit(request, message))
             else:
-                self._end(request, Error(request.request_id, 503, f"{MAX_TOKENIZING} texts are waiting for the tokenizer"))
+                self._refuse(request, 503, f"{MAX_TOKENIZING} texts are waiting for the tokenizer")
         except ValueError as error:
-            self._end(request, Error(request.request_id, 400, str(error)))
+            self._refuse(request, 400, str(error))
 
     async def _tokenize_and_submit(self, request: ClientRequest, message: Generate) -> None:
         self.num_tokenizing += 1
@@ -145,16 +148,20 @@ class ZmqDoor:
             prompt_ids = await self.admission.prompt_ids_of_text(message)
             self._submit(request, message, prompt_ids)
         except ValueError as error:
-            self._end(request, Error(request.request_id, 400, str(error)))
+            self._refuse(request, 400, str(error))
         finally:
             self.num_tokenizing -= 1
 
     def _submit(self, request: ClientRequest, message: Generate, prompt_ids: list[int]) -> None:
-        admitted = self.admission.admit(prompt_ids, message.sampling, message.cache_salt)
+        admitted = self.admission.admit(prompt_ids, message.sampling, message.cache_salt, message.priority)
         try:
-            request.handle = self.engine.submit(admitted, functools.partial(self._on_news, request))
+            request.handles = self.engine.submit(admitted, functools.partial(self._on_news, request))
         except zmq.Again:
-            self._end(request, Error(request.request_id, 503, "the scheduler is far behind"))
+            self._refuse(request, 503, "the scheduler is far behind")
+
+    def _refuse(self, request: ClientRequest, code: int, reason: str) -> None:
+        self.num_refused += 1
+        self._end(request, Error(request.request_id, code, reason))
 
     def _cancel(self, identity: bytes, request_id: int) -> None:
         request = self.clients.get(identity, {}).get(request_id)
@@ -170,6 +177,7 @@ class ZmqDoor:
             return
         stats["open_requests"] = sum(map(len, self.clients.values()))
         stats["num_malformed_client"] = self.num_malformed
+        stats["num_refused_client"] = self.num_refused
         stats["num_dropped_client"] = self.outbox.num_dropped
         self.outbox.send(identity, Info(self.model_name, limits.max_model_len, limits.vocab_size, stats))
 
@@ -180,17 +188,17 @@ class ZmqDoor:
             self._end(request, Error(request.request_id, news.code, news.message))
             return
         if not request.stream:
-            request.text += news.text
-            request.token_ids += news.token_ids
+            request.texts[news.index] += news.text
+            request.token_ids[news.index] += news.token_ids
             if news.finish_reason is None:
                 return
-            news = msgspec.structs.replace(news, text=request.text, token_ids=request.token_ids)
-        output = Output(request.request_id, request.seq, news.text, news.token_ids, news.finish_reason, news.usage)
+            news = msgspec.structs.replace(news, text=request.texts[news.index], token_ids=request.token_ids[news.index])
+        output = Output(request.request_id, request.seq, news.text, news.token_ids, news.finish_reason, news.usage, news.index)
         request.seq += 1
-        if news.finish_reason is None:
-            self.outbox.send(request.identity, output)
-        else:
+        if news.usage is not None:
             self._end(request, request.verdict or output)
+        elif request.verdict is None:
+            self.outbox.send(request.identity, output)
 
     def _end(self, request: ClientRequest, last: Output | Error) -> None:
         requests = self.clients[request.identity]
@@ -209,10 +217,10 @@ class ZmqDoor:
 
     def _abort(self, requests: list[ClientRequest]) -> None:
         for request in requests:
-            if request.handle is None:
+            if not request.handles:
                 request.tokenizing.cancel()
                 self._end(request, request.verdict or Output(request.request_id, 0, "", [], "abort", Usage(0, 0)))
-        self.engine.abort([request.handle for request in requests if request.handle is not None])
+        self.engine.abort([handle for request in requests for handle in request.handles])
 
     def _client_gone(self, identity: bytes) -> None:
         requests = list(self.clients.get(identity, {}).values())

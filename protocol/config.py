@@ -36,6 +36,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enable_prefix_caching: bool = True
     max_pipeline_depth: int = 4  # steps sent and not yet confirmed, at most; 1 is the synchronous mode
     max_queued_requests: int = 1024
+    max_num_queued_tokens: int = 2**22  # prompt tokens that may wait
+    queue_timeout: float | None = None  # seconds that a request may wait for its first row; None: as long as it takes
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     tensor_parallel_size: int = 1
     seed: int | None = None  # of the seeds given to requests that name none; None: random
     num_threads: int | None = None  # CPU threads of a worker; None: one per core
@@ -58,6 +61,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "gpu_memory_utilization": (0.01, 1.0),
     "max_pipeline_depth": (1, 8),
     "max_queued_requests": (1, 2**20),
+    "max_num_queued_tokens": (1, 2**40),
+    "queue_timeout": (0.001, 2**20),
     "tensor_parallel_size": (1, 1),
     "num_threads": (1, 1024),
     "seed": (-(2**63), 2**63 - 1),

@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -57,7 +58,8 @@ class Lifeline:
 
     def wait_cut(self) -> None:
         """Block until the child is to stop."""
-        self.socket.recv(1)
+        with suppress(ConnectionResetError):  # the supervisor is gone, and has not read what was sent to it
+            self.socket.recv(1)
 
     def send(self, message: Ready | Failed) -> None:
         """Tell the supervisor; silent when it is gone."""

@@ -3,17 +3,21 @@
 Token ids and block ids travel as little-endian int32 bytes (`pack`, `unpack`): one copy instead of one object per id.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 
-from protocol.sampling import RowSampling, SamplingParams
+from protocol.controls import RowControls
+from protocol.sampling import Int64, RowSampling, SamplingParams
 
 PROTOCOL_VERSION = 1
 
 # A worker's token for a row whose logits held no finite value; its request ends with reason "error".
 NO_TOKEN = -1
+
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -51,6 +55,7 @@ class RowJoin(Message, frozen=True):
     num_computed: int  # tokens whose KV is already in `blocks`
     blocks: bytes
     sampling: RowSampling
+    controls: RowControls | None = None  # with the known tokens, where they are needed; None: it has none
 
 
 class BlockGrants(Message, frozen=True):
@@ -133,6 +138,9 @@ class AddRequest(Message, frozen=True):
     end_ids: list[int]  # end-of-sequence ids (unless ignored) and the request's own stop ids
     sampling: RowSampling
     salt: bytes = b""  # only requests of the same salt share prefix blocks
+    priority: Priority = 0  # lower ones first
+    more_seeds: list[Int64] = []  # of further choices of the same prompt; their handles are handle + 1, handle + 2, …
+    controls: RowControls | None = None  # without tokens
 
 
 class AbortRequests(Message, frozen=True):
@@ -200,11 +208,17 @@ class Stats(Message, frozen=True):
     total_rows: int
     num_tracked: int  # requests in any table of the scheduler
     num_preemptions: int
-    num_steps: int
+    num_steps: int  # forward passes: a step without work is never sent
     num_generated_tokens: int
     num_prompt_tokens: int  # of admissions, also after preemptions
     num_cached_tokens: int  # of these, found in the prefix cache
     num_malformed: int
+    num_waiting_tokens: int = 0  # known tokens of waiting requests, of a prompt with several choices once
+    num_refused_invalid: int = 0
+    num_refused_queue_requests: int = 0
+    num_refused_queue_tokens: int = 0
+    num_queue_timeouts: int = 0  # refused after having waited
+    step_gap_us: int = 0  # time in all when requests ran and no step was in flight
 
 
 # ---- client <-> frontend: by name, so that an error can name the field --------------------------------------------
@@ -231,6 +245,7 @@ class Generate(ClientMessage, frozen=True):
     sampling: SamplingParams = SamplingParams()
     stream: bool = True
     cache_salt: str | None = None  # the prefix cache is shared among requests of the same salt only
+    priority: int = 0  # lower ones first, with --scheduling-policy priority
 
 
 class Cancel(ClientMessage, frozen=True):
@@ -252,17 +267,19 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Output(ClientMessage, frozen=True):
-    """New text and tokens of a request; with `finish_reason` set, its last message.
+    """New text and tokens of one choice of a request; with `finish_reason` set, the choice's last message.
 
-    `text` may lag behind `token_ids` while a character or a possible stop string is incomplete.
+    The request's last message is the one with `usage`: the prompt once, and the tokens of all choices. `text` may lag behind
+    `token_ids` while a character or a possible stop string is incomplete.
     """
 
     request_id: int
-    seq: int  # 0, 1, 2, …: a gap or a repeat is a fault
+    seq: int  # 0, 1, 2, … over all choices: a gap or a repeat is a fault
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    index: int = 0  # of the choice, below the request's n
 
 
 class Error(ClientMessage, frozen=True):

@@ -3,9 +3,13 @@
 Bounds live in one table, so that the doors and the tests read the same numbers.
 """
 
+import hashlib
+import struct
 from typing import Annotated
 
 import msgspec
+
+from protocol.controls import check_bad_words, check_logit_bias
 
 # field -> (lowest, highest), both allowed. top_k of 0 or -1 and top_p of 1 switch the filter off; top_p of 0 keeps one token.
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -15,10 +19,16 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
     "seed": (-(2**63), 2**63 - 1),
+    "n": (1, 128),
+    "repetition_penalty": (0.01, 10.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "min_tokens": (0, 2**31 - 1),
 }
 MAX_STOP_STRINGS = 4
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 32
+MAX_END_IDS = MAX_STOP_TOKEN_IDS + 32  # a model's own end ids beside the request's
 
 # Below this a temperature is greedy: the quotient would only add rounding to the same choice.
 GREEDY_TEMPERATURE = 1e-5
@@ -35,9 +45,17 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     top_p: float | None = None
     min_p: float | None = None
     seed: int | None = None  # None: a fresh random seed
+    n: int | None = None  # choices, default 1; each has a seed of its own, see `choice_seed`
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    repetition_penalty: float | None = None  # default 1: off; of ids in the prompt or the output
+    presence_penalty: float | None = None  # default 0: off; once for each id in the output
+    frequency_penalty: float | None = None  # default 0: off; for each time that an id is in the output
+    logit_bias: dict[int | str, float] | None = None  # by token id; JSON has it as text
+    bad_words: list[str] | None = None  # not in the output as the tokenizer spells them, alone or after a space
+    allowed_token_ids: list[int] | None = None  # None: all
+    min_tokens: int | None = None  # no end of sequence, stop id or stop string before so many
 
     @property
     def stop_strings(self) -> list[str]:
@@ -55,6 +73,15 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: Int64 = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether it matters which tokens are there already."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
@@ -65,6 +92,11 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             raise ValueError(f"{field} must be between {low} and {high}, got {value}")
     _check_stops(params.stop_strings)
     _check_ids("stop_token_ids", params.stop_token_ids or [], MAX_STOP_TOKEN_IDS, vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or [], vocab_size, vocab_size)
+    if params.allowed_token_ids == []:
+        raise ValueError("allowed_token_ids is empty; it takes at least one id")
+    check_logit_bias(params.logit_bias, vocab_size)
+    check_bad_words(params.bad_words or [])
 
 
 def row_sampling(params: SamplingParams, random_seed: int) -> RowSampling:
@@ -76,7 +108,22 @@ def row_sampling(params: SamplingParams, random_seed: int) -> RowSampling:
         top_p=1.0 if params.top_p is None else params.top_p,
         min_p=params.min_p or 0.0,
         seed=random_seed if params.seed is None else params.seed,
+        repetition_penalty=1.0 if params.repetition_penalty is None else params.repetition_penalty,
+        presence_penalty=params.presence_penalty or 0.0,
+        frequency_penalty=params.frequency_penalty or 0.0,
+        min_tokens=params.min_tokens or 0,
     )
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index` of a request: its own for choice 0, so that n changes nothing there.
+
+    For the others the first 8 bytes of SHA-256 over seed and index, all three as little-endian signed 64-bit integers. A request with
+    this seed and n = 1 gives the same tokens as the choice.
+    """
+    if index == 0:
+        return seed
+    return struct.unpack("<q", hashlib.sha256(struct.pack("<qq", seed, index)).digest()[:8])[0]
 
 
 def _check_stops(stops: list[str]) -> None:

@@ -51,6 +51,11 @@ class BlockPool:
         """How many of these blocks nobody holds: sharing them leaves that many fewer to take."""
         return sum(block in self._idle for block in blocks)
 
+    def count_freed(self, blocks: np.ndarray) -> int:
+        """How many blocks nobody would hold after `give`; a block may occur several times."""
+        counts = np.bincount(blocks, minlength=self.num_blocks)
+        return int(((counts > 0) & (counts == self.num_holders)).sum())
+
     def share(self, blocks: list[int]) -> None:
         """One more holder for indexed blocks, whether idle or held."""
         for block in blocks:
@@ -58,10 +63,10 @@ class BlockPool:
             self._idle.pop(block, None)
             self.num_holders[block] += 1
 
-    def mark_indexed(self, block: int) -> None:
-        """The content of a held block can be found from now on: it stays when nobody holds it."""
-        assert self.num_holders[block] > 0
-        self._is_indexed[block] = True
+    def mark_indexed(self, blocks: list[int]) -> None:
+        """The content of held blocks can be found from now on: they stay when nobody holds them."""
+        assert (self.num_holders[blocks] > 0).all()
+        self._is_indexed[blocks] = True
 
     def give(self, blocks: np.ndarray) -> None:
         """One holder less. Work launched later may use a freed block at once: a worker's steps run in launch order.

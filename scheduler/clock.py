@@ -15,6 +15,8 @@ class StepClock:
     def __init__(self) -> None:
         self.step_s = 0.0
         self.round_trip_s = 0.0
+        self.gap_s = 0.0  # when there was work and nothing in flight, summed
+        self._empty_since: float | None = None
         self._sent_alone: tuple[int, float] | None = None  # the last step that left into an empty pipeline, and when
         self._last_confirmed: float | None = None  # when the last result came, if a step was in flight then
 
@@ -22,6 +24,9 @@ class StepClock:
         """A step has left; num_in_flight counts it."""
         if num_in_flight == 1:
             self._sent_alone = (step, now)
+            if self._empty_since is not None:
+                self.gap_s += now - self._empty_since
+                self._empty_since = None
 
     def confirmed(self, step: int, now: float, num_in_flight: int) -> None:
         """A step's result has come; num_in_flight are still on their way."""
@@ -30,6 +35,11 @@ class StepClock:
         if self._sent_alone is not None and self._sent_alone[0] == step and self.step_s:
             self.round_trip_s = _blend(self.round_trip_s, max(0.0, now - self._sent_alone[1] - self.step_s))
         self._last_confirmed = now if num_in_flight else None
+        self._empty_since = None if num_in_flight else now
+
+    def rested(self) -> None:
+        """Nothing is in flight, since there is nothing to do: not a gap."""
+        self._empty_since = None
 
     def depth(self, most: int, has_waiting: bool) -> int:
         """Steps to keep in flight."""

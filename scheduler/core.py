@@ -2,9 +2,12 @@
 
 A request is waiting (in `waiting`), running (it has a row), or draining: preempted while tokens that it sampled were still in
 flight. They are accepted when they arrive, once, and only then does it wait for a row again.
+
+Everything goes by rank: priority, then arrival. Blocks for growth are taken from the last in rank, a row for a waiting request only from
+rows of a less urgent class, and nobody passes the head of the queue. So the first in rank of all is never preempted, and when it waits,
+those who run before it only get fewer until it fits, the pool being at least one full context: it ends, and another is the first.
 """
 
-from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
@@ -22,30 +25,18 @@ from protocol.messages import (
     Started,
     StepDelta,
     StepResult,
-    TokenBatch,
     pack,
     unpack,
 )
+from scheduler.arrivals import Arrivals
 from scheduler.blocks import BlockPool
+from scheduler.controls import controls_for_row
 from scheduler.delta import DeltaBuilder
-from scheduler.prefix import NoPrefixIndex, PrefixIndex
+from scheduler.intake import Limits, Refusals, choices_of, fault_of
 from scheduler.policy import StepPlan, blocks_for, can_admit, lease_size, plan_step
-from scheduler.table import MAX_END_IDS, Request, RequestTable
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the workers' capacities and the configuration allow."""
-
-    num_rows: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    vocab_size: int
-    max_step_tokens: int
-    max_pipeline_depth: int
-    max_queued_requests: int
-    enable_prefix_caching: bool = True
+from scheduler.prefix import NO_BLOCK, NoPrefixIndex, PrefixIndex
+from scheduler.table import Request, RequestTable
+from scheduler.waiting import WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -55,27 +46,6 @@ class Plan:
     delta: StepDelta
     rows: np.ndarray
     generations: np.ndarray
-
-
-@dataclass
-class Arrivals:
-    """What one result brought: tokens, and requests that ended with them, each with its frontend."""
-
-    frontends: np.ndarray
-    handles: np.ndarray
-    tokens: np.ndarray
-    finished: list[tuple[int, Finished]]
-    started: list[tuple[int, Started]]
-
-    def batches(self) -> list[tuple[int, TokenBatch]]:
-        """One message for each frontend concerned."""
-        names = sorted({*self.frontends.tolist(), *(frontend for frontend, _ in self.finished + self.started)})
-        return [(frontend, self._batch(frontend)) for frontend in names]
-
-    def _batch(self, frontend: int) -> TokenBatch:
-        mine = self.frontends == frontend
-        finished, started = ([m for owner, m in messages if owner == frontend] for messages in (self.finished, self.started))
-        return TokenBatch(self.handles[mine].astype("<i8").tobytes(), pack(self.tokens[mine]), finished, started)
 
 
 class Scheduler:
@@ -91,37 +61,64 @@ class Scheduler:
         self.in_flight: deque[Plan] = deque()
         self.depth = limits.max_pipeline_depth  # steps to keep in flight at present; at most that limit
         self.requests: dict[tuple[int, int], Request] = {}  # (frontend, handle) of every request not finished
-        self.waiting: list[Request] = []  # oldest first
+        self.waiting = WaitingQueue()
         self.draining: dict[int, Request] = {}  # by the generation of the row that it lost
         self.num_arrived = self.num_preemptions = self.num_generated_tokens = 0
+        self.refusals = Refusals()
         self.started: list[tuple[int, Started]] = []  # to be told with the next tokens
         self.num_prompt_tokens = self.num_cached_tokens = 0  # of admissions, and found in the prefix index
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
-    def add(self, frontend: int, message: AddRequest) -> Refused | None:
-        """Queue a request, or say why not."""
-        if len(self.waiting) >= self.limits.max_queued_requests:
-            return Refused(message.handle, 503, f"the queue is full: {len(self.waiting)} requests wait, try again later")
+    def add(self, frontend: int, message: AddRequest, now: float = 0.0) -> Refused | None:
+        """Queue a request's choices, or say why not. `now` is a monotonic clock's, in seconds."""
         tokens = np.concatenate([unpack(message.prompt), unpack(message.generated)])
-        if fault := self._fault(frontend, message, tokens):
+        if full := self._queue_fault(1 + len(message.more_seeds), len(tokens)):
+            return Refused(message.handle, 503, f"the queue is full: {full}, try again later")
+        if fault := self._handle_fault(frontend, message) or fault_of(message, tokens, self.limits):
+            self.refusals.invalid += 1
             return Refused(message.handle, 400, fault)
-        prompt_len = len(message.prompt) // 4
-        request = Request(
-            frontend=frontend,
-            handle=message.handle,
-            arrival=self.num_arrived,
-            prompt_len=prompt_len,
-            tokens=tokens,
-            limit=min(prompt_len + message.max_tokens, self.limits.max_model_len),
-            end_ids=np.asarray(message.end_ids, dtype=np.int32),
-            sampling=message.sampling,
-            salt=message.salt,
-        )
-        self.num_arrived += 1
-        self.requests[frontend, message.handle] = request
-        self.waiting.append(request)
+        choices = choices_of(frontend, message, tokens, self.limits, self.num_arrived, now)
+        self.num_arrived += len(choices)
+        for choice in choices:
+            self.requests[frontend, choice.handle] = choice
+        self.waiting.add_new(choices)
         return None
+
+    def _queue_fault(self, num_new: int, num_tokens: int) -> str | None:
+        """Which limit of the queue a request would exceed. An empty queue takes any, so that none is refused for ever."""
+        if not self.waiting:
+            return None
+        if len(self.waiting) + num_new > self.limits.max_queued_requests:
+            self.refusals.queue_requests += 1
+            return f"{len(self.waiting)} requests wait"
+        if self.waiting.num_tokens + num_tokens > self.limits.max_queued_tokens:
+            self.refusals.queue_tokens += 1
+            return f"{self.waiting.num_tokens} prompt tokens wait, {num_tokens} more would exceed {self.limits.max_queued_tokens}"
+        return None
+
+    def _handle_fault(self, frontend: int, message: AddRequest) -> str | None:
+        handles = range(message.handle, message.handle + 1 + len(message.more_seeds))
+        used = [handle for handle in handles if (frontend, handle) in self.requests]
+        return f"handle {used[0]} is in use" if used else None
+
+    def expire(self, now: float) -> list[tuple[int, Refused]]:
+        """Refuse the requests that have waited for longer than the queue timeout without ever having had a row."""
+        refused = []
+        while (deadline := self.deadline) is not None and deadline <= now:
+            request = next(iter(self.waiting.unstarted))
+            self.abort(request.frontend, request.handle)
+            self.refusals.queue_timeout += 1
+            text = f"the request waited {now - request.queued_at:.1f} s; --queue-timeout is {self.limits.queue_timeout_s:g} s"
+            refused.append((request.frontend, Refused(request.handle, 503, text)))
+        return refused
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` has something to do next, by the clock of `add`; None: never, as things are."""
+        if self.limits.queue_timeout_s is None or not self.waiting.unstarted:
+            return None
+        return next(iter(self.waiting.unstarted)).queued_at + self.limits.queue_timeout_s
 
     def abort(self, frontend: int, handle: int) -> None:
         """Forget a request wherever it is; its tokens in flight are dropped. Harmless when it is unknown."""
@@ -134,28 +131,12 @@ class Scheduler:
             self.draining = {generation: other for generation, other in self.draining.items() if other is not request}
         else:
             self.waiting.remove(request)
+        self.waiting.leader_ended(request)
 
     def abort_frontend(self, frontend: int) -> None:
         """Forget all requests of a frontend that is gone."""
         for owner, handle in [key for key in self.requests if key[0] == frontend]:
             self.abort(owner, handle)
-
-    def _fault(self, frontend: int, message: AddRequest, tokens: np.ndarray) -> str | None:
-        """What is wrong with a request. The doors have checked all this; a scheduler that trusts them dies with them."""
-        limits = self.limits
-        if (frontend, message.handle) in self.requests:
-            return f"handle {message.handle} is in use"
-        if len(message.prompt) == 0:
-            return "the prompt is empty"
-        if len(tokens) >= limits.max_model_len:
-            return f"the prompt has {len(tokens)} tokens; the context length {limits.max_model_len} leaves no room for a new one"
-        if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
-            return f"token ids must be between 0 and {limits.vocab_size - 1}"
-        if message.max_tokens <= len(message.generated) // 4:
-            return f"max_tokens must exceed the {len(message.generated) // 4} tokens generated already, got {message.max_tokens}"
-        if len(message.end_ids) > MAX_END_IDS:
-            return f"at most {MAX_END_IDS} end ids are supported, got {len(message.end_ids)}"
-        return None
 
     # ---- a step is planned ----------------------------------------------------------------------------------------
 
@@ -166,8 +147,9 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, already accounted for; None when nothing can run."""
+        joins = self._admit_urgent()
         grants = self._grow()
-        joins = self._admit()
+        joins += self._admit()
         table = self.table
         prompt_rows = table.prefilling_rows()
         left = table.prefill_end_R[prompt_rows] - table.num_computed_R[prompt_rows]
@@ -183,11 +165,12 @@ class Scheduler:
         return plan
 
     def _grow(self) -> BlockGrants | None:
-        """Lease blocks to the decoding rows that have none for their next token, preempting the newest requests where they run out."""
+        """Lease blocks to the decoding rows that have none for their next token, preempting the last in rank where they run out."""
         full = self.table.full_rows(self.table.decoding_rows())
         if len(full) > self.pool.num_free:
             self._take_back_leases()
         while len(full) > self.pool.num_free:
+            assert self.table.num_running > 1, "the pool holds less than one full context"
             self._preempt(int(self.table.running_rows()[-1]))
             full = self.table.full_rows(self.table.decoding_rows())
         if len(full) == 0:
@@ -200,23 +183,52 @@ class Scheduler:
     def _take_back_leases(self) -> None:
         self.pool.give(self.table.take_back_leases())
 
-    def _admit(self) -> list[RowJoin]:
-        """Move requests from the queue into rows, oldest first, while rows and blocks last."""
+    def _admit_urgent(self) -> list[RowJoin]:
+        """Admit waiting requests in the place of running ones of a less urgent class, the last in rank first.
+
+        Before `_grow`, whose grants must not name rows that are taken away; the reserve of `can_admit` covers what it will take.
+        """
         joins = []
-        while self.waiting and self.table.num_free_rows:
-            join = self._admit_one(self.waiting[0])
+        while self.waiting.head is not None and (join := self._admit_over(self.waiting.head)):
+            self.waiting.pop()
+            joins.append(join)
+        return joins
+
+    def _admit_over(self, request: Request) -> RowJoin | None:
+        """None also when all the less urgent rows together would not make enough room: then none of them is preempted."""
+        victims = self.table.less_urgent_rows(request.priority)
+        if len(victims) == 0:
+            return None
+        self._take_back_leases()
+        freed = self.pool.count_freed(np.concatenate([self.table.blocks(row) for row in victims]))
+        needed = blocks_for(len(request.tokens) + 1, self.limits.block_size)
+        if not can_admit(needed, self.pool.num_free + freed, self.table.num_running - len(victims)):
+            return None
+        for victim in reversed(victims.tolist()):
+            if join := self._admit_one(request):
+                return join
+            self._preempt(victim)
+        return self._admit_one(request)
+
+    def _admit(self) -> list[RowJoin]:
+        """Move requests from the queue into rows, in order of rank, while rows and blocks last."""
+        joins = []
+        while (request := self.waiting.head) is not None and self.table.num_free_rows:
+            join = self._admit_one(request)
             if join is None:
                 self._take_back_leases()
-                join = self._admit_one(self.waiting[0])
+                join = self._admit_one(request)
             if join is None:
                 break
-            del self.waiting[0]
+            self.waiting.pop()
             joins.append(join)
         return joins
 
     def _admit_one(self, request: Request) -> RowJoin | None:
         """Give a request a row and blocks, those of its prefix shared where they are indexed; None when blocks are short."""
         free, num_running = self.pool.num_free, self.table.num_running
+        if self.table.num_free_rows == 0:
+            return None
         if num_running and free - num_running <= request.refused_at:
             return None  # nothing has changed for the better: not worth hashing its prompt again
         shared, key = self.prefixes.find(request.tokens, request.salt)
@@ -234,7 +246,8 @@ class Scheduler:
             request.was_admitted = True
             self.started.append((request.frontend, Started(request.handle, num_computed)))
         generation = int(self.table.generation_R[row])
-        return RowJoin(row, generation, request.prompt_len, num_computed, pack(blocks), request.sampling)
+        controls = controls_for_row(request.controls, request.tokens)
+        return RowJoin(row, generation, request.prompt_len, num_computed, pack(blocks), request.sampling, controls)
 
     def _take(self, count: int) -> np.ndarray:
         blocks = self.pool.take(count)
@@ -253,21 +266,28 @@ class Scheduler:
         self.table.num_computed_R[step.decode_rows] += 1
         self.table.num_computed_R[step.chunk_rows] += step.chunk_sizes
         self.table.num_planned_R[sampling_rows] += 1
-        self._publish(step.chunk_rows)  # whoever is admitted later runs later
+        if len(step.chunk_rows):
+            self._publish(step.chunk_rows)  # whoever is admitted later runs later
+            self._release_choices()
+
+    def _release_choices(self) -> None:
+        """Let the choices start whose prompt's full blocks can be found."""
+        for leader in self.waiting.leaders:
+            if leader.row is not None and self.table.num_published_R[leader.row] >= (leader.prompt_len - 1) // self.limits.block_size:
+                self.waiting.release(leader)
 
     def _publish(self, rows: np.ndarray) -> None:
         """Index the blocks that have become full of known and computed tokens."""
-        table = self.table
-        for row in table.publishable_rows(rows).tolist():
-            first = int(table.num_published_R[row])
-            end = int(min(table.num_known_R[row], table.num_computed_R[row])) // self.limits.block_size
-            tokens, blocks = table.tokens_RL[row], table.block_table_RB[row]
-            table.prefix_key[row] = self.prefixes.publish(tokens, blocks, first, end, table.prefix_key[row])
-            table.num_published_R[row] = end
+        rows, places = self.table.take_unpublished(rows)
+        if len(rows) == 0:
+            return  # most steps of few rows
+        blocks_RB, contents = self.table.block_table_RB, self.table.contents(rows, places)
+        blocks, parents = blocks_RB[rows, places], blocks_RB[rows, places - 1]
+        parents[places == 0] = NO_BLOCK
+        self.prefixes.publish(rows.tolist(), contents, blocks.tolist(), parents.tolist(), self.table.prefix_key)
 
     def _preempt(self, row: int) -> None:
         """Take row and blocks away; the request is computed anew once all that it sampled has arrived."""
-        assert self.table.num_running > 1, "the pool holds less than one full context"
         generation = int(self.table.generation_R[row])
         num_in_flight = int(self.table.num_planned_R[row] - self.table.num_known_R[row])
         request = self._release(row)
@@ -276,10 +296,7 @@ class Scheduler:
         if num_in_flight:
             self.draining[generation] = request
         else:
-            self._requeue(request)
-
-    def _requeue(self, request: Request) -> None:
-        insort(self.waiting, request, key=lambda other: other.arrival)
+            self.waiting.add(request)
 
     def _release(self, row: int) -> Request:
         request, blocks = self.table.release(row)
@@ -295,8 +312,10 @@ class Scheduler:
         tokens = unpack(result.tokens)
         assert len(tokens) == len(plan.rows), f"step {result.step}: {len(tokens)} tokens for {len(plan.rows)} rows"
         live = self.table.generation_R[plan.rows] == plan.generations
-        arrivals = self._confirm_rows(plan.rows[live], tokens[live])
-        if self.draining and not live.all():
+        if live.all():
+            arrivals = self._confirm_rows(plan.rows, tokens)
+        else:
+            arrivals = self._confirm_rows(plan.rows[live], tokens[live])
             self._confirm_draining(plan.generations[~live], tokens[~live], arrivals)
         self.num_generated_tokens += len(arrivals.tokens)
         return arrivals
@@ -306,10 +325,10 @@ class Scheduler:
         known = table.num_known_R[rows]
         table.tokens_RL[rows, known] = tokens
         table.num_known_R[rows] = known + 1
-        ended = (table.end_ids_RE[rows, : table.num_end_ids] == tokens[:, None]).any(axis=1)
+        ended = (table.end_ids_ER[: table.num_end_ids].take(rows, axis=1) == tokens).any(axis=0)
         full = known + 1 >= table.limit_R[rows]
         broken = tokens == NO_TOKEN
-        ended &= ~broken  # NO_TOKEN equals NO_ID, the filler of an end-id column
+        ended &= ~broken  # NO_TOKEN equals NO_ID, the filler of an end-id line
         kept = ~broken
         self._publish(rows[kept])
         arrivals = Arrivals(table.frontend_R[rows][kept], table.handle_R[rows][kept], tokens[kept], [], self.started)
@@ -336,7 +355,7 @@ class Scheduler:
                 self._finish(request, reason, arrivals)
             elif request.num_in_flight == 0:
                 del self.draining[generation]
-                self._requeue(request)
+                self.waiting.add(request)
 
     def _append(self, request: Request, token: int) -> FinishReason | None:
         """Add a token to a request without a row; returns why it ends with it, if it does."""
@@ -349,6 +368,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, arrivals: Arrivals) -> None:
         del self.requests[request.frontend, request.handle]
+        self.waiting.leader_ended(request)
         arrivals.finished.append((request.frontend, Finished(request.handle, reason)))
 
     def check(self) -> None:
@@ -361,4 +381,5 @@ class Scheduler:
         places = [*self.waiting, *self.draining.values(), *filter(None, self.table.requests)]
         assert sorted(map(id, places)) == sorted(map(id, self.requests.values()))
         assert all(request.num_in_flight > 0 for request in self.draining.values())
-        assert [r.arrival for r in self.waiting] == sorted(r.arrival for r in self.waiting)
+        self.waiting.check()
+        assert all(self.requests[leader.frontend, leader.handle] is leader for leader in self.waiting.leaders)

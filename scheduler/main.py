@@ -4,6 +4,7 @@ Run as `python -m scheduler.main CONFIG_FILE LIFELINE_FD`.
 """
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -53,9 +54,9 @@ class Channels:
         for readable in (workers, results, frontends, lifeline.fileno()):
             self.poller.register(readable, zmq.POLLIN)
 
-    def wait(self) -> bool:
-        """Block until something arrives; False once this process is to stop."""
-        ready = dict(self.poller.poll())
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until something arrives, or for so long; False once this process is to stop."""
+        ready = dict(self.poller.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
         return self.lifeline.fileno() not in ready
 
     @property
@@ -117,6 +118,8 @@ class Handshake:
             max_step_tokens=self.config.max_num_batched_tokens,
             max_pipeline_depth=self.config.max_pipeline_depth,
             max_queued_requests=self.config.max_queued_requests,
+            max_queued_tokens=self.config.max_num_queued_tokens,
+            queue_timeout_s=self.config.queue_timeout,
             enable_prefix_caching=self.config.enable_prefix_caching,
         )
 
@@ -139,6 +142,8 @@ class SchedulerProcess:
 
     def step(self) -> None:
         """Take in all that has arrived and send every step that can be planned from it."""
+        for frontend, refused in self.scheduler.expire(time.monotonic()):
+            self.reply(frontend, refused)
         for identity, message in self.channels.frontends.drain():
             self.handle(identity, message)
         for result in self.channels.results.drain():
@@ -146,6 +151,13 @@ class SchedulerProcess:
         self.scheduler.depth = self.clock.depth(self.most_depth, has_waiting=bool(self.scheduler.waiting))
         while self.scheduler.has_room and (plan := self.plan()):
             self.send(plan)
+        if not self.scheduler.in_flight:
+            self.clock.rested()
+
+    def seconds_to_deadline(self) -> float | None:
+        """How long nothing is due but what may arrive; None: without end."""
+        deadline = self.scheduler.deadline
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def handle(self, identity: bytes, message: AddRequest | AbortRequests | GetStats | FrontendHello) -> None:
         """One message of a frontend."""
@@ -154,7 +166,7 @@ class SchedulerProcess:
         frontend = self.frontends.index(identity)
         match message:
             case AddRequest():
-                if refused := self.scheduler.add(frontend, message):
+                if refused := self.scheduler.add(frontend, message, time.monotonic()):
                     self.reply(frontend, refused)
             case AbortRequests():
                 for handle in message.handles:
@@ -210,6 +222,12 @@ class SchedulerProcess:
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_cached_tokens=scheduler.num_cached_tokens,
             num_malformed=self.channels.num_malformed,
+            num_waiting_tokens=scheduler.waiting.num_tokens,
+            num_refused_invalid=scheduler.refusals.invalid,
+            num_refused_queue_requests=scheduler.refusals.queue_requests,
+            num_refused_queue_tokens=scheduler.refusals.queue_tokens,
+            num_queue_timeouts=scheduler.refusals.queue_timeout,
+            step_gap_us=int(self.clock.gap_s * 1e6),
         )
 
 
@@ -239,7 +257,7 @@ def main(config: EngineConfig, lifeline: Lifeline) -> None:
         process = SchedulerProcess(config, channels, handshake, trace)
         lifeline.send(Ready(f"max_model_len {process.welcome.max_model_len}, {process.scheduler.pool.num_blocks} KV blocks"))
         try:
-            while channels.wait():
+            while channels.wait(process.seconds_to_deadline()):
                 with trace.span(Span.TURN) as span:
                     process.step()
                     span.step = process.scheduler.deltas.next_step - 1

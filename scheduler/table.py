@@ -1,6 +1,6 @@
 """The running requests, one row each, as columns: the bookkeeping of a step is a handful of vector operations.
 
-R rows, L tokens of the longest context, B blocks of the longest context, E end ids.
+R rows, L tokens of the longest context, B blocks of the longest context, E end ids, S tokens of a block.
 """
 
 import heapq
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.sampling import MAX_STOP_TOKEN_IDS, RowSampling
+from protocol.controls import RowControls
+from protocol.sampling import MAX_END_IDS, RowSampling
 
-MAX_END_IDS = MAX_STOP_TOKEN_IDS + 32  # a model's own end ids beside the request's
-NO_ID = -1  # in an end-id column: equal to no token
+NO_ID = -1  # in an end-id line: equal to no token
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """A request outside the table: waiting, or preempted with tokens still in flight.
 
@@ -29,7 +29,11 @@ class Request:
     limit: int  # tokens in all, the prompt included
     end_ids: np.ndarray
     sampling: RowSampling
+    queued_at: float = 0.0  # seconds of the caller's clock
+    priority: int = 0  # lower ones first; among equals the oldest
+    num_shared: int = 0  # leading prompt tokens that the first choice of the same request computes for this one
     salt: bytes = b""  # requests share prefix blocks only with those of the same salt
+    controls: RowControls | None = None
     was_admitted: bool = False
     refused_at: int = 0  # free blocks beyond one for each running row, when it last did not fit
     row: int | None = None
@@ -47,8 +51,10 @@ class RequestTable:
     def __init__(self, num_rows: int, max_model_len: int, block_size: int):
         R, L, B = num_rows, max_model_len, -(-max_model_len // block_size)
         self.block_size = block_size
+        self._offsets_S = np.arange(block_size)
         self.generation_R = np.zeros(R, dtype=np.int64)
         self.arrival_R = np.zeros(R, dtype=np.int64)
+        self.priority_R = np.zeros(R, dtype=np.int64)
         self.frontend_R = np.zeros(R, dtype=np.int32)
         self.handle_R = np.zeros(R, dtype=np.int64)
         self.num_known_R = np.zeros(R, dtype=np.int32)
@@ -59,8 +65,9 @@ class RequestTable:
         self.num_blocks_R = np.zeros(R, dtype=np.int32)
         self.num_published_R = np.zeros(R, dtype=np.int32)  # leading blocks that the prefix index has been shown
         self.prefix_key: list[bytes] = [b""] * R  # the hash of those blocks
-        self.num_end_ids = 0  # columns of end_ids_RE that any row has used
-        self.end_ids_RE = np.full((R, MAX_END_IDS), NO_ID, dtype=np.int32)
+        self.num_end_ids = 0  # lines of end_ids_ER that any row has used
+        # Rows side by side: comparing 2 ids of 1,024 rows takes 4 µs, 34 µs the other way round.
+        self.end_ids_ER = np.full((MAX_END_IDS, R), NO_ID, dtype=np.int32)
         # Zeroed pages cost memory only once written, so the width may be the longest context.
         self.tokens_RL = np.zeros((R, L), dtype=np.int32)
         self.block_table_RB = np.zeros((R, B), dtype=np.int32)
@@ -83,6 +90,7 @@ class RequestTable:
         known = len(request.tokens)
         self.generation_R[row] = self._last_generation
         self.arrival_R[row] = request.arrival
+        self.priority_R[row] = request.priority
         self.frontend_R[row] = request.frontend
         self.handle_R[row] = request.handle
         self.num_known_R[row] = self.num_planned_R[row] = self.prefill_end_R[row] = known
@@ -90,8 +98,8 @@ class RequestTable:
         self.num_published_R[row] = num_shared
         self.prefix_key[row] = prefix_key
         self.limit_R[row] = request.limit
-        self.end_ids_RE[row] = NO_ID
-        self.end_ids_RE[row, : len(request.end_ids)] = request.end_ids
+        self.end_ids_ER[:, row] = NO_ID
+        self.end_ids_ER[: len(request.end_ids), row] = request.end_ids
         self.num_end_ids = max(self.num_end_ids, len(request.end_ids))
         self.tokens_RL[row, :known] = request.tokens
         self.num_blocks_R[row] = 0
@@ -126,9 +134,7 @@ class RequestTable:
         """Up to `most` more blocks for each of the rows, none beyond its limit: rows and places in their tables, flat."""
         held = self.num_blocks_R[rows]
         useful = -(-self.limit_R[rows] // self.block_size) - held
-        counts = np.minimum(useful, most)
-        firsts = np.repeat(np.cumsum(counts) - counts, counts)
-        return np.repeat(rows, counts), np.repeat(held, counts) + np.arange(counts.sum()) - firsts
+        return _spread(rows, held, np.minimum(useful, most))
 
     def write_leases(self, rows: np.ndarray, places: np.ndarray, blocks: np.ndarray) -> None:
         """Append leased blocks to block tables; see `lease_places`."""
@@ -155,23 +161,37 @@ class RequestTable:
         return np.flatnonzero(ready_R)
 
     def prefilling_rows(self) -> np.ndarray:
-        """Rows with known tokens left to compute, oldest first."""
-        rows = np.flatnonzero((self.num_computed_R < self.prefill_end_R) & (self.generation_R > 0))
-        return rows[np.argsort(self.arrival_R[rows])]
+        """Rows with known tokens left to compute, the most urgent first, then the oldest."""
+        return self._by_rank(np.flatnonzero((self.num_computed_R < self.prefill_end_R) & (self.generation_R > 0)))
 
     def running_rows(self) -> np.ndarray:
-        """Rows in use, oldest first."""
-        rows = np.flatnonzero(self.generation_R)
-        return rows[np.argsort(self.arrival_R[rows])]
+        """Rows in use, the most urgent first, then the oldest."""
+        return self._by_rank(np.flatnonzero(self.generation_R))
+
+    def less_urgent_rows(self, priority: int) -> np.ndarray:
+        """Rows in use of a higher priority number, in the order of `running_rows`."""
+        return self._by_rank(np.flatnonzero((self.priority_R > priority) & (self.generation_R > 0)))
+
+    def _by_rank(self, rows: np.ndarray) -> np.ndarray:
+        return rows[np.lexsort((self.arrival_R[rows], self.priority_R[rows]))] if len(rows) > 1 else rows
 
     def full_rows(self, rows: np.ndarray) -> np.ndarray:
         """Those of `rows` whose next token has no block yet."""
         return rows[self.num_computed_R[rows] >= self.num_blocks_R[rows] * self.block_size]
 
-    def publishable_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Those of `rows` with a block of known, computed tokens that the prefix index has not been shown."""
+    def take_unpublished(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The blocks full of known, computed tokens that the prefix index has not been shown, as rows and places; now they have been."""
         num_full = np.minimum(self.num_known_R[rows], self.num_computed_R[rows]) // self.block_size
-        return rows[num_full > self.num_published_R[rows]]
+        new = np.flatnonzero(num_full > self.num_published_R[rows])
+        rows, num_full = rows[new], num_full[new]
+        first = self.num_published_R[rows]
+        self.num_published_R[rows] = num_full
+        return _spread(rows, first, num_full - first)
+
+    def contents(self, rows: np.ndarray, places: np.ndarray) -> list[bytes]:
+        """The tokens of full blocks."""
+        data, size = self.tokens_RL[rows[:, None], places[:, None] * self.block_size + self._offsets_S].tobytes(), 4 * self.block_size
+        return [data[start : start + size] for start in range(0, len(data), size)]
 
     def check(self) -> None:
         """Assert the invariant of every row."""
@@ -183,3 +203,11 @@ class RequestTable:
         assert (self.num_published_R[used] * self.block_size <= np.minimum(self.num_known_R, self.num_computed_R)[used]).all()
         assert (self.num_computed_R[used] <= self.num_blocks_R[used] * self.block_size).all()
         assert len(np.unique(self.generation_R[used])) == len(used)
+
+
+def _spread(rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """rows[i] counts[i] times, beside the places from first[i] on."""
+    if (counts == 1).all():  # as in nearly every decode step: 12 µs saved
+        return rows, first
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(rows, counts), np.repeat(first, counts) + np.arange(counts.sum()) - starts

@@ -43,7 +43,7 @@ class RawClient:
     def outputs(self, request_id: int) -> list:
         """All messages of a request; others in between are a fault."""
         messages = []
-        while not messages or (isinstance(messages[-1], Output) and messages[-1].finish_reason is None):
+        while not messages or (isinstance(messages[-1], Output) and messages[-1].usage is None):
             messages.append(self.receive())
             assert messages[-1] is not None and messages[-1].request_id == request_id, messages[-2:]
         return messages

@@ -75,7 +75,8 @@ class ScriptedScheduler(threading.Thread):
                 self.send(SchedulerReady(PROTOCOL_VERSION, self.config.epoch, MAX_MODEL_LEN, VOCAB_SIZE))
             case AddRequest():
                 self.added.append(message)
-                self.running[message.handle] = [message, self.output_of(message)]
+                for choice in range(1 + len(message.more_seeds)):
+                    self.running[message.handle + choice] = [message, self.output_of(message)[choice:]]  # so that they differ
             case AbortRequests(handles):
                 self.aborted += handles
                 for handle in handles:

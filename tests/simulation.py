@@ -72,13 +72,14 @@ class Simulation:
         self.most_draining = 0
 
     def add(
-        self, handle: int, prompt: list[int], max_tokens: int, end_ids=(), sampling: RowSampling = GREEDY, generated=(), salt: bytes = b""
-    ):
+        self, handle: int, prompt: list[int], max_tokens: int, end_ids=(), sampling: RowSampling = GREEDY, generated=(), salt: bytes = b"",
+        now: float = 0.0, **fields: object,
+    ):  # fmt: skip
         """Queue a request; returns the refusal, if it is one."""
-        message = AddRequest(handle, pack(prompt), pack(list(generated)), max_tokens, list(end_ids), sampling, salt)
-        refused = self.scheduler.add(0, message)
+        message = AddRequest(handle, pack(prompt), pack(list(generated)), max_tokens, list(end_ids), sampling, salt, **fields)
+        refused = self.scheduler.add(0, message, now)
         if refused is None:
-            self.outputs[handle] = []
+            self.outputs.update((handle + index, []) for index in range(1 + len(message.more_seeds)))
         return refused
 
     def abort(self, handle: int) -> None:

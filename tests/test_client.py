@@ -16,7 +16,7 @@ import zmq
 
 from frontend.client import AsyncClient, Client, EngineError
 from protocol.address import default_client_address
-from protocol.messages import Error, Info, Output, encode
+from protocol.messages import Error, Info, Output, encode, unpack
 from protocol.transport import MAX_IPC_PATH, check_ipc_address
 from tests import tiny_tokenizers
 from tests.scripted_scheduler import MAX_MODEL_LEN, ROOT, RunningFrontend, wait_until
@@ -226,7 +226,12 @@ def test_every_sampling_parameter_has_an_option(texts):
     values = "--top-k 5 --top-p 0.5 --min-p 0.25 --seed -9 --stop-token-ids 3 4 --ignore-eos --temperature 2".split()
     assert shell(texts.address, "hi", *values).returncode == 0
     added = texts.scheduler.added[-1]
-    assert msgspec.to_builtins(added.sampling) == [2.0, 5, 0.5, 0.25, -9] and added.end_ids == [3, 4]
+    assert msgspec.to_builtins(added.sampling)[:5] == [2.0, 5, 0.5, 0.25, -9] and added.end_ids == [3, 4]
+    values = "--min-tokens 2 --repetition-penalty 1.5 --presence-penalty 1 --frequency-penalty -1 --allowed-token-ids 5 6".split()
+    assert shell(texts.address, "hi", *values, "--logit-bias", '{"17": -100}', "--bad-words", "x", "--bad-words", "y").returncode == 0
+    added = texts.scheduler.added[-1]
+    assert msgspec.to_builtins(added.sampling)[5:9] == [1.5, 1.0, -1.0, 2] and len(added.controls.bad_words) == 4
+    assert unpack(added.controls.bias_ids).tolist() == [17] and unpack(added.controls.allowed_ids).tolist() == [5, 6]
 
 
 def test_errors_are_one_line_with_exit_code_1(texts, tmp_path):

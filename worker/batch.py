@@ -1,6 +1,6 @@
 """The persistent input batch: static buffers that a delta changes only where something changed.
 
-T tokens, S sequences, N samples. Decode steps are padded to a bucket; padding points at the scratch row.
+T tokens, S sequences, N samples, C samples of rows with controls. Decode steps are padded to a bucket; padding points at the scratch row.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class StepBatch:
     """What one step runs on: views of static buffers.
 
     The host writes the first group; `gather_rows` fills the second from the row state. sample_index_N are indexes into T of the
-    tokens after which one is sampled; the first num_results samples are real.
+    tokens after which one is sampled; the first num_results samples are real. controlled_C are indexes into N.
     """
 
     rows_T: Tensor
@@ -42,6 +42,7 @@ class StepBatch:
     query_start_S1: Tensor
     sample_index_N: Tensor
     sample_rows_N: Tensor
+    controlled_C: Tensor
 
     token_ids_T: Tensor
     positions_T: Tensor
@@ -69,14 +70,16 @@ class StepBuffers:
         self.by_seq = {name: buffer(max_seqs) for name in _SEQ_FIELDS}
         self.by_sample = {name: buffer(max_seqs) for name in _SAMPLE_FIELDS}
         self.query_start_S1 = buffer(max_seqs + 1)
+        self.controlled_C = buffer(max_seqs)
 
-    def view(self, num_tokens: int, num_seqs: int, num_samples: int, **facts: object) -> StepBatch:
+    def view(self, num_tokens: int, num_seqs: int, num_samples: int, num_controlled: int, **facts: object) -> StepBatch:
         """The leading part of every buffer, with the host's own facts of the step."""
         return StepBatch(
             **{name: tensor[:num_tokens] for name, tensor in self.by_token.items()},
             **{name: tensor[:num_seqs] for name, tensor in self.by_seq.items()},
             **{name: tensor[:num_samples] for name, tensor in self.by_sample.items()},
             query_start_S1=self.query_start_S1[: num_seqs + 1],
+            controlled_C=self.controlled_C[:num_controlled],
             block_table_RB=self.block_table_RB,
             **facts,
         )
@@ -141,14 +144,15 @@ class PersistentBatch:
         rows[:count] = self._decode_rows
         is_real = (np.arange(bucket) < count).astype(np.int32)
         index = np.arange(bucket, dtype=np.int32)
-        kind = self._kind(self._decode_rows)
-        batch = self._decode_buffers.view(bucket, bucket, bucket, num_results=count, kind=kind, is_decode=True)
+        kind, controlled = self._kind(self._decode_rows), self._controlled(self._decode_rows)
+        batch = self._decode_buffers.view(bucket, bucket, bucket, len(controlled), num_results=count, kind=kind, is_decode=True)
         write = self.staging.write
         write(batch.rows_T, rows)
         write(batch.rows_S, rows)
         write(batch.sample_rows_N, rows)
         write(batch.counts_S, is_real)
         write(batch.sample_index_N, index)
+        write(batch.controlled_C, controlled)
         write(batch.query_start_S1, np.arange(bucket + 1, dtype=np.int32))
         batch.known_tokens_T.fill_(FROM_ROW)
         batch.offsets_T.zero_()
@@ -162,9 +166,9 @@ class PersistentBatch:
         rows = np.concatenate([decode_rows, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         samples = np.array([True] * len(decode_rows) + [chunk.samples for chunk in chunks])
-        num_tokens, num_samples = int(starts[-1]), int(samples.sum())
+        num_tokens, num_samples, controlled = int(starts[-1]), int(samples.sum()), self._controlled(rows[samples])
         batch = self._mixed_buffers.view(
-            num_tokens, len(rows), num_samples,
+            num_tokens, len(rows), num_samples, len(controlled),
             num_results=num_samples, kind=self._kind(rows[samples]), is_decode=False,
         )  # fmt: skip
         write = self.staging.write
@@ -176,7 +180,12 @@ class PersistentBatch:
         write(batch.query_start_S1, starts)
         write(batch.sample_index_N, starts[1:][samples] - 1)
         write(batch.sample_rows_N, rows[samples])
+        write(batch.controlled_C, controlled)
         return batch
+
+    def _controlled(self, rows: np.ndarray) -> np.ndarray:
+        """The places of rows with controls."""
+        return np.flatnonzero(self.rows.is_controlled_R[rows]).astype(np.int32)
 
     def _kind(self, rows: np.ndarray) -> SamplingKind:
         return SamplingKind(int(self.rows.kind_R[rows].max(initial=SamplingKind.GREEDY)))

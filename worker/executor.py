@@ -10,6 +10,7 @@ from kernels import rows as gpu_rows
 from protocol.config import EngineConfig
 from worker.batch import PersistentBatch
 from worker.checksum import ChecksumModel
+from worker.controls import Controls
 from worker.decode import DecodeChain
 from worker.graphs import DecodeGraphs, EagerDecode, GraphRunner
 from worker.loading import load_model
@@ -109,7 +110,8 @@ def most_tokens(config: EngineConfig) -> int:
 
 def _row_state(config: EngineConfig, model: Model, num_blocks: int) -> RowState:
     max_blocks = -(-model.max_model_len // config.block_size)
-    return RowState(config.max_num_seqs, max_blocks, scratch_block=num_blocks, device=model.device)
+    controls = Controls(config.max_num_seqs, model.vocab_size, model.device)
+    return RowState(config.max_num_seqs, max_blocks, scratch_block=num_blocks, device=model.device, controls=controls)
 
 
 def _steps(config: EngineConfig, model: Model, num_blocks: int, sampled_vocab: int) -> tuple[PersistentBatch, StepRunner]:

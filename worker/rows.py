@@ -11,6 +11,7 @@ from torch import Tensor
 
 from protocol.messages import BlockGrants, RowJoin, unpack
 from protocol.sampling import RowSampling
+from worker.controls import Controls
 from worker.staging import Staging
 
 
@@ -19,11 +20,11 @@ class SamplingKind(IntEnum):
 
     GREEDY = 0
     RANDOM = 1  # temperature alone
-    FILTERED = 2  # top-k, top-p or min-p
+    FILTERED = 2  # top-k, top-p or min-p, or any of the controls, whatever the temperature
 
 
 def sampling_kind(sampling: RowSampling) -> SamplingKind:
-    """The kind of a row with these parameters."""
+    """The kind of a row with these parameters and no controls."""
     if sampling.temperature == 0:
         return SamplingKind.GREEDY
     is_filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
@@ -33,8 +34,9 @@ def sampling_kind(sampling: RowSampling) -> SamplingKind:
 class RowState:
     """Columns over the rows. The scratch row keeps length 0; its table, like every unused entry, names the scratch block."""
 
-    def __init__(self, num_rows: int, max_blocks: int, scratch_block: int, device: torch.device):
+    def __init__(self, num_rows: int, max_blocks: int, scratch_block: int, device: torch.device, controls: Controls | None = None):
         self.num_rows = num_rows
+        self.controls = controls  # None: no row may have any
         self.scratch_block = scratch_block
 
         def column(dtype: torch.dtype) -> Tensor:
@@ -50,6 +52,8 @@ class RowState:
         self.seed_R = column(torch.int64)
         self.block_table_RB = torch.full((num_rows + 1, max_blocks), scratch_block, dtype=torch.int32, device=device)
         self.kind_R = np.zeros(num_rows + 1, dtype=np.int8)  # SamplingKind, on the host
+        self.is_controlled_R = np.zeros(num_rows + 1, dtype=bool)  # on the host
+        self.is_controlled_R[num_rows] = controls is not None  # so that a rehearsal has the dearest steps
 
     @property
     def scratch_row(self) -> int:
@@ -72,12 +76,20 @@ class RowState:
         reset(self.top_p_R, [sampling.top_p for sampling in samplings], np.float32)
         reset(self.min_p_R, [sampling.min_p for sampling in samplings], np.float32)
         reset(self.seed_R, [sampling.seed for sampling in samplings], np.int64)
-        self.kind_R[[join.row for join in joins]] = [sampling_kind(sampling) for sampling in samplings]
+        self._join_controls(joins, staging)
         self.block_table_RB[rows_J] = self.scratch_block
         blocks = [unpack(join.blocks) for join in joins]
         rows = np.repeat(np.array([join.row for join in joins], dtype=np.int32), [len(ids) for ids in blocks])
         places = np.concatenate([np.arange(len(ids), dtype=np.int32) for ids in blocks])
         self._write_blocks(rows, places, np.concatenate(blocks), staging)
+
+    def _join_controls(self, joins: list[RowJoin], staging: Staging) -> None:
+        rows = [join.row for join in joins]
+        self.kind_R[rows] = [SamplingKind.FILTERED if join.controls else sampling_kind(join.sampling) for join in joins]
+        self.is_controlled_R[rows] = [join.controls is not None for join in joins]
+        if controlled := [join for join in joins if join.controls is not None]:
+            assert self.controls is not None
+            self.controls.join(controlled, staging)
 
     def grant(self, grants: BlockGrants, staging: Staging) -> None:
         """Lengthen block tables."""

@@ -74,10 +74,15 @@ class StepRunner:
         """
         rows, sample_rows_N = self.rows, batch.sample_rows_N
         sampled_N = self.sampled_N[: len(sample_rows_N)]
+        is_controlled = len(batch.controlled_C) > 0
+        if is_controlled:
+            rows.controls.apply(logits_NV, batch.controlled_C, sample_rows_N, position_N)
         self.ops.sample(
             logits_NV, rows.temperature_R[sample_rows_N], rows.top_k_R[sample_rows_N], rows.top_p_R[sample_rows_N],
             rows.min_p_R[sample_rows_N], rows.seed_R[sample_rows_N], position_N, self.sampled_vocab, sampled_N,
         )  # fmt: skip
+        if is_controlled:
+            rows.controls.count(batch.controlled_C, sample_rows_N, sampled_N)
         self.row_ops.advance_rows(
             batch.rows_S, batch.context_lens_S, sample_rows_N, sampled_N, rows.length_R, rows.last_token_R
         )  # fmt: skip

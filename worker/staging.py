@@ -16,6 +16,9 @@ class Staging(Protocol):
     def put(self, values: np.ndarray) -> Tensor:
         """The values (4 or 8 bytes each) as a new tensor on the device."""
 
+    def put_long(self, values: np.ndarray) -> Tensor:
+        """The same for values that are rare, and too many to have room reserved for them in every step."""
+
     def write(self, target: Tensor, values: np.ndarray) -> None:
         """Copy the values into a static tensor of their shape."""
 
@@ -29,6 +32,10 @@ class HostStaging:
     def put(self, values: np.ndarray) -> Tensor:
         """A tensor over the same memory."""
         return torch.from_numpy(values)
+
+    def put_long(self, values: np.ndarray) -> Tensor:
+        """A tensor over the same memory, or a copy of what is read-only."""
+        return torch.from_numpy(values if values.flags.writeable else values.copy())
 
     def write(self, target: Tensor, values: np.ndarray) -> None:
         """A plain copy."""
@@ -58,6 +65,12 @@ class PinnedStaging:
     def put(self, values: np.ndarray) -> Tensor:
         """An asynchronous copy into new device memory."""
         return self._pinned(values).to(self.device, non_blocking=True)
+
+    def put_long(self, values: np.ndarray) -> Tensor:
+        """An asynchronous copy through pinned memory that torch lends, and lends again only once the copy is done."""
+        pinned = torch.empty(values.shape, dtype=torch.from_numpy(values[:0].copy()).dtype, pin_memory=True)
+        pinned.numpy()[...] = values
+        return pinned.to(self.device, non_blocking=True)
 
     def write(self, target: Tensor, values: np.ndarray) -> None:
         """An asynchronous copy into a static tensor."""

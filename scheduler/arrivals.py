@@ -1,0 +1,29 @@
+"""What a confirmed step brings to the frontends."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.messages import Finished, Started, TokenBatch, pack
+
+
+@dataclass
+class Arrivals:
+    """What one result brought: tokens, and requests that ended with them, each with its frontend."""
+
+    frontends: np.ndarray
+    handles: np.ndarray
+    tokens: np.ndarray
+    finished: list[tuple[int, Finished]]
+    started: list[tuple[int, Started]]
+
+    def batches(self) -> list[tuple[int, TokenBatch]]:
+        """One message for each frontend concerned."""
+        with_tokens = np.flatnonzero(np.bincount(self.frontends)).tolist()
+        names = sorted({*with_tokens, *(frontend for frontend, _ in self.finished + self.started)})
+        return [(frontend, self._batch(frontend)) for frontend in names]
+
+    def _batch(self, frontend: int) -> TokenBatch:
+        mine = self.frontends == frontend
+        finished, started = ([m for owner, m in messages if owner == frontend] for messages in (self.finished, self.started))
+        return TokenBatch(self.handles[mine].astype("<i8").tobytes(), pack(self.tokens[mine]), finished, started)
