@@ -19,11 +19,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from protocol.config import EngineConfig, load_config
 from protocol.transport import check_ipc_address
 
 PR_SET_PDEATHSIG = 1
+PEER_GONE_S = 5.0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -52,9 +54,9 @@ class Lifeline:
         """For pollers and event loops."""
         return self.socket.fileno()
 
-    def is_cut(self) -> bool:
-        """Whether the child is to stop."""
-        return bool(select.select([self.socket], [], [], 0)[0])
+    def is_cut(self, within_s: float = 0.0) -> bool:
+        """Whether the child is to stop, now or within some seconds."""
+        return bool(select.select([self.socket], [], [], within_s)[0])
 
     def wait_cut(self) -> None:
         """Block until the child is to stop."""
@@ -82,7 +84,9 @@ def run_child(main: Callable[[EngineConfig, Lifeline], None]) -> None:
     try:
         main(load_config(sys.argv[1]), lifeline)
     except Exception as error:
-        if lifeline.is_cut():
+        # A peer that is gone has its own reason, which the supervisor learns and tells; it stops this process next.
+        is_peer_gone = isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH
+        if lifeline.is_cut(within_s=PEER_GONE_S if is_peer_gone else 0.0):
             sys.exit(0)  # the engine is stopping, and another process has removed the run directory already
         is_users_fault = isinstance(error, ValueError | OSError)
         if not is_users_fault:
