@@ -14,13 +14,13 @@ import triton.language as tl
 
 from kernels.activation import silu
 from kernels.device import Launch, let_dependents_start, wait_for_predecessor
-from kernels.projection import Op, Operands, Projection, Scratch, ScratchSizes, operand_types
+from kernels.projection import KernelConfig, Op, Operands, Projection
 
 LANES = tl.constexpr(32)
 
 
 @dataclass(frozen=True)
-class MatvecConfig:
+class MatvecConfig(KernelConfig):
     """How a program is cut: outputs per program, warps, inputs at a time, cap on registers per thread.
 
     The first inputs' weights are loaded before the wait, the next ones' always during the sums before theirs.
@@ -35,19 +35,13 @@ class MatvecConfig:
         """Whether this configuration can run the projection at all."""
         return self.outputs % self.warps == 0
 
-    def scratch_sizes(self, projection: Projection) -> ScratchSizes:
-        """The scratch a run needs: none."""
-        return ScratchSizes()
-
-    def run(self, projection: Projection, operands: Operands, scratch: Scratch, pdl: bool) -> None:
-        """Compute the projection."""
-        operands.check(projection)
-        assert self.fits(projection)
-        _launch(self, projection, operands, pdl).run()
-
-    def compile(self, projection: Projection, pdl: bool) -> None:
-        """Compile what `run` launches."""
-        _launch(self, projection, operand_types(projection), pdl).compile()
+    def launch(self, projection: Projection, operands: Operands, pdl: bool) -> Launch:
+        """The kernel's launch; operands may be types."""
+        p = projection
+        constants = dict(B=p.rows, O=p.outputs, K=p.inputs, HALVES=p.halves, NORM=p.has_norm, ADD=p.op is Op.LINEAR_ADD, EPS=p.eps)
+        constants |= tile_options(self, p.inputs, p.dtype.itemsize)
+        grid = (triton.cdiv(p.outputs, self.outputs),)
+        return Launch(_matvec_kernel, grid, tuple(operands), constants, pdl, self.warps, self.max_registers)
 
 
 def tile_options(config: MatvecConfig, inputs: int, itemsize: int) -> dict[str, int]:
@@ -55,13 +49,6 @@ def tile_options(config: MatvecConfig, inputs: int, itemsize: int) -> dict[str, 
     chunk = 512 // itemsize  # 16 bytes for each lane of a warp
     chunks = triton.cdiv(min(config.inputs, inputs), chunk)
     return dict(WARPS=config.warps, GROUPS=config.outputs // config.warps, CHUNK=chunk, CHUNKS=chunks)
-
-
-def _launch(config: MatvecConfig, p: Projection, operands: Operands, pdl: bool) -> Launch:
-    constants = dict(B=p.rows, O=p.outputs, K=p.inputs, HALVES=p.halves, NORM=p.has_norm, ADD=p.op is Op.LINEAR_ADD, EPS=p.eps)
-    constants |= tile_options(config, p.inputs, p.dtype.itemsize)
-    grid = (triton.cdiv(p.outputs, config.outputs),)
-    return Launch(_matvec_kernel, grid, tuple(operands), constants, pdl, config.warps, config.max_registers)
 
 
 @triton.jit

@@ -116,6 +116,32 @@ def allocate_scratch(sizes: Iterable[ScratchSizes], dtype: torch.dtype, device: 
     )
 
 
+class KernelConfig:
+    """How one kernel that needs no scratch computes projections: a frozen dataclass that says what fits and how it is launched."""
+
+    def fits(self, projection: Projection) -> bool:
+        """Whether this configuration can run the projection at all."""
+        raise NotImplementedError
+
+    def launch(self, projection: Projection, operands: Operands, pdl: bool) -> Launch:
+        """The kernel's launch; operands may be types."""
+        raise NotImplementedError
+
+    def scratch_sizes(self, projection: Projection) -> ScratchSizes:
+        """The scratch a run needs: none."""
+        return ScratchSizes()
+
+    def run(self, projection: Projection, operands: Operands, scratch: Scratch, pdl: bool) -> None:
+        """Compute the projection."""
+        operands.check(projection)
+        assert self.fits(projection)
+        self.launch(projection, operands, pdl).run()
+
+    def compile(self, projection: Projection, pdl: bool) -> None:
+        """Compile what `run` launches."""
+        self.launch(projection, operand_types(projection), pdl).compile()
+
+
 def scratch_types(dtype: torch.dtype) -> Scratch:
     """The dtypes in the buffers' places, to compile without tensors."""
     return Scratch(torch.float32, torch.int32, dtype, dtype)

@@ -14,14 +14,14 @@ import triton.language as tl
 
 from kernels.activation import silu
 from kernels.device import Launch, dot, let_dependents_start, wait_for_predecessor
-from kernels.projection import Op, Operands, Projection, Scratch, ScratchSizes, operand_types
+from kernels.projection import KernelConfig, Op, Operands, Projection
 
 SHARED_MEMORY = 220_000  # of the 227 KB that a program may have
 MOST_ROWS = 32
 
 
 @dataclass(frozen=True)
-class SlicedConfig:
+class SlicedConfig(KernelConfig):
     """How a program is cut: outputs, warps, inputs of a warp at a time."""
 
     outputs: int
@@ -38,26 +38,13 @@ class SlicedConfig:
         """Rows of a tile: a power of two, and at least the 16 that a matrix instruction is filled with."""
         return max(16, triton.next_power_of_2(rows))
 
-    def scratch_sizes(self, projection: Projection) -> ScratchSizes:
-        """The scratch a run needs: none."""
-        return ScratchSizes()
-
-    def run(self, projection: Projection, operands: Operands, scratch: Scratch, pdl: bool) -> None:
-        """Compute the projection."""
-        operands.check(projection)
-        assert self.fits(projection)
-        _launch(self, projection, operands, pdl).run()
-
-    def compile(self, projection: Projection, pdl: bool) -> None:
-        """Compile what `run` launches."""
-        _launch(self, projection, operand_types(projection), pdl).compile()
-
-
-def _launch(config: SlicedConfig, p: Projection, operands: Operands, pdl: bool) -> Launch:
-    constants = dict(O=p.outputs, K=p.inputs, HALVES=p.halves, NORM=p.has_norm, ADD=p.op is Op.LINEAR_ADD, EPS=p.eps)
-    constants |= dict(N=config.outputs, M=config.batch_rows(p.rows), S=config.warps, C=config.inputs)
-    grid = (triton.cdiv(p.outputs, config.outputs),)
-    return Launch(_sliced_kernel, grid, (*operands, p.rows), constants, pdl, config.warps)
+    def launch(self, projection: Projection, operands: Operands, pdl: bool) -> Launch:
+        """The kernel's launch; operands may be types."""
+        p = projection
+        constants = dict(O=p.outputs, K=p.inputs, HALVES=p.halves, NORM=p.has_norm, ADD=p.op is Op.LINEAR_ADD, EPS=p.eps)
+        constants |= dict(N=self.outputs, M=self.batch_rows(p.rows), S=self.warps, C=self.inputs)
+        grid = (triton.cdiv(p.outputs, self.outputs),)
+        return Launch(_sliced_kernel, grid, (*operands, p.rows), constants, pdl, self.warps)
 
 
 @triton.jit

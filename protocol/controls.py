@@ -54,11 +54,11 @@ def check_logit_bias(logit_bias: dict[int | str, float] | None, vocab_size: int)
             raise ValueError(f"logit_bias must hold values between {-HIGHEST_BIAS} and {HIGHEST_BIAS}, got {value} for id {token}")
 
 
-def check_bad_words(words: list[str]) -> None:
-    """Raise ValueError for too many words, an empty one or a long one."""
-    if len(words) > MAX_BAD_WORDS:
-        raise ValueError(f"bad_words takes at most {MAX_BAD_WORDS} strings, got {len(words)}")
-    for word in words:
-        size = len(word.encode("utf-8", "surrogatepass"))
-        if not 1 <= size <= MAX_BAD_WORD_BYTES:
-            raise ValueError(f"bad_words must hold strings of 1 to {MAX_BAD_WORD_BYTES} bytes, got one of {size}")
+def check_texts(field: str, texts: list[str], most: int, most_bytes: int) -> None:
+    """Raise ValueError for too many strings, an empty one or a long one."""
+    if len(texts) > most:
+        raise ValueError(f"{field} takes at most {most} strings, got {len(texts)}")
+    for text in texts:
+        size = len(text.encode("utf-8", "surrogatepass"))
+        if not 1 <= size <= most_bytes:
+            raise ValueError(f"{field} must hold strings of 1 to {most_bytes} bytes, got one of {size}")

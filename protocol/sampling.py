@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.controls import check_bad_words, check_logit_bias
+from protocol.controls import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, check_logit_bias, check_texts
 
 # field -> (lowest, highest), both allowed. top_k of 0 or -1 and top_p of 1 switch the filter off; top_p of 0 keeps one token.
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -90,13 +90,13 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         value = getattr(params, field)
         if value is not None and not low <= value <= high:  # written so that NaN fails too
             raise ValueError(f"{field} must be between {low} and {high}, got {value}")
-    _check_stops(params.stop_strings)
+    check_texts("stop", params.stop_strings, MAX_STOP_STRINGS, MAX_STOP_BYTES)
     _check_ids("stop_token_ids", params.stop_token_ids or [], MAX_STOP_TOKEN_IDS, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or [], vocab_size, vocab_size)
     if params.allowed_token_ids == []:
         raise ValueError("allowed_token_ids is empty; it takes at least one id")
     check_logit_bias(params.logit_bias, vocab_size)
-    check_bad_words(params.bad_words or [])
+    check_texts("bad_words", params.bad_words or [], MAX_BAD_WORDS, MAX_BAD_WORD_BYTES)
 
 
 def row_sampling(params: SamplingParams, random_seed: int) -> RowSampling:
@@ -124,15 +124,6 @@ def choice_seed(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return struct.unpack("<q", hashlib.sha256(struct.pack("<qq", seed, index)).digest()[:8])[0]
-
-
-def _check_stops(stops: list[str]) -> None:
-    if len(stops) > MAX_STOP_STRINGS:
-        raise ValueError(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
-    for text in stops:
-        size = len(text.encode("utf-8", "surrogatepass"))
-        if not 1 <= size <= MAX_STOP_BYTES:
-            raise ValueError(f"stop must hold strings of 1 to {MAX_STOP_BYTES} bytes, got one of {size}")
 
 
 def _check_ids(field: str, ids: list[int], most: int, vocab_size: int) -> None:

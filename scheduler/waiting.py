@@ -62,7 +62,6 @@ class WaitingQueue:
         self.num_tokens -= _weight(request)
         for choice in (request, *self._held.get(request, ())):
             self.unstarted.pop(choice, None)
-        return request
 
     def remove(self, request: Request) -> None:
         """Take out a request, ready or held."""

@@ -22,3 +22,10 @@ def continuation(prompt: list[int], count: int, end_ids: tuple[int, ...] = ()) -
         if token in end_ids:
             break
     return output
+
+
+def check_outputs(outputs: dict[int, list[int]], requests: dict[int, tuple[list[int], int]], aborted: set[int]) -> None:
+    """Assert that every request, a prompt and a count, got its own tokens: an aborted one the first of them, any other all."""
+    for handle, (prompt, count) in requests.items():
+        expected = continuation(prompt, count)
+        assert outputs[handle] == (expected[: len(outputs[handle])] if handle in aborted else expected)

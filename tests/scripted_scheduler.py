@@ -27,6 +27,7 @@ from protocol.messages import (
     unpack,
 )
 from protocol.transport import RoutedEndpoint, bind, open_socket
+from tests import tiny_tokenizers
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 1000
@@ -161,3 +162,11 @@ def wait_until(condition, seconds: float = 5.0) -> bool:
             return True
         time.sleep(0.01)
     return condition()
+
+
+def text_frontend(folder: Path, files: dict[str, str]) -> RunningFrontend:
+    """A frontend with a tokenizer, and more files of a model, whose scheduler answers a prompt with the ids of the same text again."""
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    tiny_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
+    return RunningFrontend(folder, model=str(folder), script=list)

@@ -1,7 +1,8 @@
 """Scheduler and worker in one process, without sockets: the real planner, deltas, rows and batch around a model of choice."""
 
+import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -111,6 +112,18 @@ class Simulation:
         while self.step():
             pass
         self.check_idle()
+
+    def churn(self, rng: random.Random, handles: Sequence[int], abort_share: float) -> set[int]:
+        """Step while a coin says so, then perhaps abort one of the handles: which. The invariant holds after each."""
+        while rng.random() < 0.6:
+            self.step()
+            self.scheduler.check()
+        if rng.random() >= abort_share:
+            return set()
+        victim = rng.choice(handles)
+        self.abort(victim)
+        self.scheduler.check()
+        return {victim}
 
     def check_idle(self) -> None:
         scheduler = self.scheduler

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from protocol.sampling import RowSampling, choice_seed
-from tests.checksum_reference import continuation
+from tests.checksum_reference import check_outputs, continuation
 from tests.simulation import Simulation
 
 # The checksum model's logits are one for one token and zero for 999: about every second token is the hash of all before it, so that a
@@ -166,15 +166,6 @@ def test_random_mixes_of_choices_and_aborts_in_a_small_pool(seed, depth):
         prompt, count = prompt_of(rng, rng.randint(1, 40)), rng.randint(1, 20)
         sim.add(first, prompt, count, more_seeds=[0] * (n - 1), priority=rng.choice([0, 0, 1, -1]))
         prompts |= {first + index: (prompt, min(count, 48 - len(prompt))) for index in range(n)}
-        while rng.random() < 0.6:
-            sim.step()
-            sim.scheduler.check()
-        if rng.random() < 0.3:
-            victim = rng.choice(list(prompts))
-            aborted.add(victim)
-            sim.abort(victim)
-            sim.scheduler.check()
+        aborted |= sim.churn(rng, list(prompts), 0.3)
     sim.run()
-    for handle, (prompt, count) in prompts.items():
-        expected = continuation(prompt, count)
-        assert sim.outputs[handle] == (expected[: len(sim.outputs[handle])] if handle in aborted else expected)
+    check_outputs(sim.outputs, prompts, aborted)

@@ -12,11 +12,10 @@ import pytest
 from frontend.client import AsyncClient, Client, EngineError
 from protocol.messages import Cancel, Error, Generate, GetInfo, Output, Refused, encode
 from protocol.sampling import SamplingParams, choice_seed
-from tests import tiny_tokenizers
 from tests.checksum_reference import continuation
 from tests.engine_process import EngineProcess
 from tests.raw_client import RawClient
-from tests.scripted_scheduler import RunningFrontend, wait_until
+from tests.scripted_scheduler import RunningFrontend, text_frontend, wait_until
 from tests.test_checksum_engine import FLAGS, assert_back_to_start, idle_stats
 
 
@@ -29,10 +28,7 @@ def frontend(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A frontend with a tokenizer, whose scheduler answers a prompt with the ids of the same text again."""
-    folder = tmp_path_factory.mktemp("texts")
-    tiny_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
-    with RunningFrontend(folder, model=str(folder), script=list) as running:
+    with text_frontend(tmp_path_factory.mktemp("texts"), {}) as running:
         yield running
 
 

@@ -18,8 +18,7 @@ from frontend.client import AsyncClient, Client, EngineError
 from protocol.address import default_client_address
 from protocol.messages import Error, Info, Output, encode, unpack
 from protocol.transport import MAX_IPC_PATH, check_ipc_address
-from tests import tiny_tokenizers
-from tests.scripted_scheduler import MAX_MODEL_LEN, ROOT, RunningFrontend, wait_until
+from tests.scripted_scheduler import MAX_MODEL_LEN, ROOT, RunningFrontend, text_frontend, wait_until
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
@@ -32,11 +31,7 @@ def frontend(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A frontend with a tokenizer, whose scheduler answers a prompt with the ids of the same text again."""
-    folder = tmp_path_factory.mktemp("texts")
-    tiny_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with RunningFrontend(folder, model=str(folder), script=list) as running:
+    with text_frontend(tmp_path_factory.mktemp("texts"), {"chat_template.jinja": TEMPLATE}) as running:
         yield running
 
 

@@ -34,13 +34,7 @@ def test_random_mixes_with_shared_prefixes_give_every_request_its_own_tokens(see
     aborted = set()
     for handle, prompt in enumerate(prompts):
         sim.add(handle, prompt, rng.randint(1, 12), salt=salts[handle])
-        while rng.random() < 0.6:
-            sim.step()
-            sim.scheduler.check()
-        if rng.random() < 0.2:
-            aborted.add(victim := rng.randrange(handle + 1))
-            sim.abort(victim)
-            sim.scheduler.check()
+        aborted |= sim.churn(rng, range(handle + 1), 0.2)
     sim.run()
     assert sim.scheduler.num_cached_tokens > 0
     for handle, prompt in enumerate(prompts):

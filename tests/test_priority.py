@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.checksum_reference import continuation
+from tests.checksum_reference import check_outputs, continuation
 from tests.simulation import Simulation
 
 
@@ -152,14 +152,6 @@ def test_random_mixes_of_priorities_give_every_request_its_own_tokens(seed, dept
         prompt = [rng.randrange(1000) for _ in range(rng.randint(1, 38))]
         requests[handle] = (prompt, min(rng.randint(1, 30), 40 - len(prompt)))
         sim.add(handle, *requests[handle], priority=rng.randint(-1, 1))
-        while rng.random() < 0.6:
-            sim.step()
-            sim.scheduler.check()
-        if rng.random() < 0.2:
-            aborted.add(victim := rng.choice(list(requests)))
-            sim.abort(victim)
-            sim.scheduler.check()
+        aborted |= sim.churn(rng, list(requests), 0.2)
     sim.run()
-    for handle, (prompt, count) in requests.items():
-        expected = continuation(prompt, count)
-        assert sim.outputs[handle] == (expected[: len(sim.outputs[handle])] if handle in aborted else expected)
+    check_outputs(sim.outputs, requests, aborted)

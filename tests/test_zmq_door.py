@@ -11,7 +11,7 @@ from protocol.messages import Cancel, ChatMessage, Error, Generate, GetInfo, Inf
 from protocol.sampling import SamplingParams
 from tests import tiny_tokenizers
 from tests.raw_client import VERSION, RawClient
-from tests.scripted_scheduler import MAX_MODEL_LEN, VOCAB_SIZE, RunningFrontend, wait_until
+from tests.scripted_scheduler import MAX_MODEL_LEN, VOCAB_SIZE, RunningFrontend, text_frontend, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +28,7 @@ def client(frontend):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A frontend with a tokenizer, whose scheduler answers a prompt with the ids of the same text again."""
-    folder = tmp_path_factory.mktemp("texts")
-    tiny_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 1}))
-    with RunningFrontend(folder, model=str(folder), script=list) as running:
+    with text_frontend(tmp_path_factory.mktemp("texts"), {"config.json": json.dumps({"eos_token_id": 1})}) as running:
         yield running
 
 
