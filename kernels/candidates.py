@@ -70,7 +70,8 @@ def head_candidates(head: Head) -> list[HeadConfig]:
 def _matvec(p: Projection) -> list[MatvecConfig]:
     """Outputs, warps, inputs at a time, cap on registers. With several rows weights are kept as float32: twice the registers."""
     if p.rows > 2:
-        return [MatvecConfig(8, 8, 1024), MatvecConfig(16, 8, 512)]
+        # Of more inputs at a time, and a loop over them, Triton 3.6's LLVM makes an assertion of its own where there is a norm.
+        return [MatvecConfig(8, 8, 1024 if p.inputs <= 1024 else 512), MatvecConfig(16, 8, 512)]
     whole = min(p.inputs, 3072)
     match p.op:
         case Op.NORM_LINEAR:

@@ -201,6 +201,25 @@ def test_steady_decode_never_waits_for_the_device(qwen3):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_requests_that_join_never_wait_for_the_device(qwen3):
+    sim = simulation(qwen3, "cuda", num_rows=8)
+    for wave in range(2):  # the first one compiles
+        for i, sampling in enumerate(SAMPLINGS):
+            sim.add(3 * wave + i, [1, 2, 3 + i] * 7, 30, sampling=sampling)
+        if wave == 0:
+            sim.run()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            plan = sim.scheduler.plan()
+            batch = sim.worker.executor.batch.apply(plan.delta)
+            assert batch.is_decode == (len(sim.scheduler.in_flight) > 1)
+            sim.worker.executor.runner.run(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def run_bursts(folder: str, overrides: dict, num_steps: int) -> tuple[Simulation, list[int]]:
     """Requests that come in bursts, until so many decode steps are run: the simulation, and the bucket of each step."""
     sim = simulation(folder, "cuda", overrides, num_rows=40, num_blocks=320, max_step_tokens=1000)

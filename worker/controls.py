@@ -95,7 +95,7 @@ class Controls:
         """Reset rows for their new owners, all of which have controls: everything that is read is written."""
         put, rows = staging.put_long, [join.row for join in joins]
         controls, samplings = [join.controls for join in joins], [join.sampling for join in joins]
-        rows_J = put(np.array(rows, dtype=np.int32))
+        rows_J = put(np.array(rows, dtype=np.int64))
 
         def reset(column: Tensor, values: list, dtype: type) -> None:
             column[rows_J] = put(np.array(values, dtype=dtype))
@@ -115,17 +115,17 @@ class Controls:
     def _join_tally(self, joins: list[RowJoin], rows_J: Tensor, staging: Staging) -> None:
         tokens = [unpack(join.controls.tokens) for join in joins]
         rows_X, prompt_X = _flat(joins, [ids[: join.prompt_len] for ids, join in zip(tokens, joins)], staging)
-        self.tally_RV[rows_J] = 0
-        self.tally_RV[rows_X, prompt_X] = 1
+        self.tally_RV.index_fill_(0, rows_J, 0)
+        one = torch.ones((), dtype=torch.int32, device=prompt_X.device)  # a Python number would be copied there, and waited for
+        self.tally_RV[rows_X, prompt_X] = one
         rows_X, output_X = _flat(joins, [ids[join.prompt_len :] for ids, join in zip(tokens, joins)], staging)
-        two = torch.full((), 2, dtype=torch.int32, device=output_X.device)
-        self.tally_RV.index_put_((rows_X, output_X), two, accumulate=True)
+        self.tally_RV.index_put_((rows_X, output_X), one + one, accumulate=True)
 
     def _join_bias(self, joins: list[RowJoin], rows_J: Tensor, staging: Staging) -> None:
         others = [-np.inf if join.controls.allowed_ids else 0.0 for join in joins]
         self.bias_RV[rows_J] = staging.put_long(np.array(others, dtype=np.float32))[:, None]
         rows_X, allowed_X = _flat(joins, [unpack(join.controls.allowed_ids) for join in joins], staging)
-        self.bias_RV[rows_X, allowed_X] = 0.0
+        self.bias_RV[rows_X, allowed_X] = torch.zeros((), device=allowed_X.device)
         rows_X, biased_X = _flat(joins, [unpack(join.controls.bias_ids) for join in joins], staging)
         values_X = np.concatenate([np.frombuffer(join.controls.bias_values, dtype="<f4") for join in joins])
         self.bias_RV[rows_X, biased_X] = self.bias_RV[rows_X, biased_X] + staging.put_long(values_X)  # what is not allowed stays so

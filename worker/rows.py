@@ -63,12 +63,12 @@ class RowState:
         """Reset rows for their new owners: every column is written, so that nothing of the last owner stays."""
         samplings = [join.sampling for join in joins]
         assert all(0 <= join.row < self.num_rows for join in joins)
-        rows_J = staging.put(np.array([join.row for join in joins], dtype=np.int32))
+        rows_J = staging.put(np.array([join.row for join in joins], dtype=np.int64))
 
         def reset(column_R: Tensor, values: list, dtype: type) -> None:
             column_R[rows_J] = staging.put(np.array(values, dtype=dtype))
 
-        self.last_token_R[rows_J] = 0
+        self.last_token_R.index_fill_(0, rows_J, 0)  # assigning a Python number would wait for the device
         reset(self.length_R, [join.num_computed for join in joins], np.int32)
         reset(self.prompt_len_R, [join.prompt_len for join in joins], np.int32)
         reset(self.temperature_R, [sampling.temperature for sampling in samplings], np.float32)
@@ -77,7 +77,7 @@ class RowState:
         reset(self.min_p_R, [sampling.min_p for sampling in samplings], np.float32)
         reset(self.seed_R, [sampling.seed for sampling in samplings], np.int64)
         self._join_controls(joins, staging)
-        self.block_table_RB[rows_J] = self.scratch_block
+        self.block_table_RB.index_fill_(0, rows_J, self.scratch_block)
         blocks = [unpack(join.blocks) for join in joins]
         rows = np.repeat(np.array([join.row for join in joins], dtype=np.int32), [len(ids) for ids in blocks])
         places = np.concatenate([np.arange(len(ids), dtype=np.int32) for ids in blocks])
