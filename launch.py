@@ -69,6 +69,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     no_cache = ("--no-enable-prefix-caching", "--disable-radix-cache")
     add(memory, "enable_prefix_caching", *no_cache, action="store_false", help="compute every prompt anew")
     add(memory, "gpu_memory_utilization", "--gpu-memory-utilization", "--mem-fraction-static", type=float, help="share of a GPU's memory")
+    add(memory, "swap_space", "--swap-space", type=float, help="GiB of host memory for the KV of preempted requests")
+    modes = {"choices": ["auto", "recompute", "swap"], "help": "how they come back; auto: what takes less time"}
+    add(memory, "preemption_mode", "--preemption-mode", **modes)
     add(memory, "enforce_eager", "--enforce-eager", "--disable-cuda-graph", action="store_true", help="no CUDA graphs")
     add(memory, "tune_kernels", "--no-tune-kernels", action="store_false", help="take default kernels, time none at load")
     add(memory, "num_threads", "--num-threads", type=int, help="CPU threads of a worker; default: one per core")

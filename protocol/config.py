@@ -8,6 +8,7 @@ import msgspec
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 Executor = Literal["transformer", "checksum"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_kv_blocks: int | None = None  # None: from kv_cache_gib
     kv_cache_gib: float | None = None  # at most; None: 2 on a CPU, from gpu_memory_utilization on a GPU
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV cache
+    swap_space: float = 0.0  # GiB of host memory for the KV of preempted requests
+    preemption_mode: PreemptionMode = "auto"  # auto: what is estimated to take less time
     enforce_eager: bool = False  # launch kernels one by one instead of replaying graphs
     tune_kernels: bool = True  # time the kernels of each shape at load, where the cache does not know them
     cache_dir: str | None = None  # where tuning results last; None: nowhere
@@ -59,6 +62,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "num_kv_blocks": (1, 2**31 - 2),
     "kv_cache_gib": (2**-20, 2**20),
     "gpu_memory_utilization": (0.01, 1.0),
+    "swap_space": (0, 2**20),
     "max_pipeline_depth": (1, 8),
     "max_queued_requests": (1, 2**20),
     "max_num_queued_tokens": (1, 2**40),

@@ -74,6 +74,14 @@ class Chunk(Message, frozen=True):
     samples: bool  # the last chunk of what is known: a token is sampled after it
 
 
+class Swap(Message, frozen=True):
+    """Blocks to copy between the KV pool and host memory: blocks[i] to or from places[i] (packed)."""
+
+    is_out: bool  # to host memory
+    blocks: bytes
+    places: bytes
+
+
 class StepDelta(Message, frozen=True):
     """What changed since step - 1. Applied in order, never skipped; all lists empty means "the same rows again".
 
@@ -87,6 +95,7 @@ class StepDelta(Message, frozen=True):
     decode_on: list[int] = []  # rows that decode from this step on
     decode_off: list[int] = []  # rows that no longer decode
     chunks: list[Chunk] = []
+    swaps: list[Swap] = []  # carried out one after the other, before the step
 
 
 # ---- worker -> scheduler ------------------------------------------------------------------------------------------
@@ -108,6 +117,8 @@ class WorkerReady(Message, frozen=True):
     num_rows: int
     vocab_size: int
     max_model_len: int  # the model's own limit, or the configured one where smaller
+    num_host_blocks: int = 0  # places for the blocks of preempted requests
+    block_copy_s: float = 0.0  # measured: one block to one of them, or back
 
 
 class StepResult(Message, frozen=True):
@@ -218,6 +229,10 @@ class Stats(Message, frozen=True):
     num_refused_queue_requests: int = 0
     num_refused_queue_tokens: int = 0
     num_queue_timeouts: int = 0  # refused after having waited
+    num_blocks_out: int = 0  # copied to host memory
+    num_blocks_in: int = 0  # and back
+    free_host_blocks: int = 0
+    total_host_blocks: int = 0
     step_gap_us: int = 0  # time in all when requests ran and no step was in flight
 
 

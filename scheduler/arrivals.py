@@ -17,6 +17,12 @@ class Arrivals:
     finished: list[tuple[int, Finished]]
     started: list[tuple[int, Started]]
 
+    def add(self, frontend: int, handle: int, token: int) -> None:
+        """One more token."""
+        self.frontends = np.append(self.frontends, frontend)
+        self.handles = np.append(self.handles, handle)
+        self.tokens = np.append(self.tokens, token)
+
     def batches(self) -> list[tuple[int, TokenBatch]]:
         """One message for each frontend concerned."""
         with_tokens = np.flatnonzero(np.bincount(self.frontends)).tolist()

@@ -32,9 +32,11 @@ from scheduler.arrivals import Arrivals
 from scheduler.blocks import BlockPool
 from scheduler.controls import controls_for_row
 from scheduler.delta import DeltaBuilder
+from scheduler.draining import Draining
 from scheduler.intake import Limits, Refusals, choices_of, fault_of
 from scheduler.policy import StepPlan, blocks_for, can_admit, lease_size, plan_step
 from scheduler.prefix import NO_BLOCK, NoPrefixIndex, PrefixIndex
+from scheduler.swap import SwapSpace
 from scheduler.table import Request, RequestTable
 from scheduler.waiting import WaitingQueue
 
@@ -46,6 +48,7 @@ class Plan:
     delta: StepDelta
     rows: np.ndarray
     generations: np.ndarray
+    num_prompt_tokens: int
 
 
 class Scheduler:
@@ -62,7 +65,8 @@ class Scheduler:
         self.depth = limits.max_pipeline_depth  # steps to keep in flight at present; at most that limit
         self.requests: dict[tuple[int, int], Request] = {}  # (frontend, handle) of every request not finished
         self.waiting = WaitingQueue()
-        self.draining: dict[int, Request] = {}  # by the generation of the row that it lost
+        self.draining = Draining()
+        self.swap = SwapSpace(limits)
         self.num_arrived = self.num_preemptions = self.num_generated_tokens = 0
         self.refusals = Refusals()
         self.started: list[tuple[int, Started]] = []  # to be told with the next tokens
@@ -128,9 +132,10 @@ class Scheduler:
         if request.row is not None:
             self._release(request.row)
         elif request.num_in_flight:
-            self.draining = {generation: other for generation, other in self.draining.items() if other is not request}
+            self.draining.remove(request)
         else:
             self.waiting.remove(request)
+        self.swap.drop(request)
         self.waiting.leader_ended(request)
 
     def abort_frontend(self, frontend: int) -> None:
@@ -155,12 +160,13 @@ class Scheduler:
         left = table.prefill_end_R[prompt_rows] - table.num_computed_R[prompt_rows]
         step = plan_step(table.decoding_rows(), prompt_rows, left, self.limits.max_step_tokens)
         if step.is_empty:
-            assert not joins and grants is None
+            assert not joins and grants is None  # copies of rows just preempted travel with the next step: nobody writes before it
             return None
         chunks = self._chunks(step)
         rows = np.concatenate([step.decode_rows, step.chunk_rows[[chunk.samples for chunk in chunks]]])
         self._advance(step, rows)
-        plan = Plan(self.deltas.build(step.decode_rows, joins, grants, chunks), rows, table.generation_R[rows])
+        delta = self.deltas.build(step.decode_rows, joins, grants, chunks, self.swap.take_planned())
+        plan = Plan(delta, rows, table.generation_R[rows], int(step.chunk_sizes.sum()))
         self.in_flight.append(plan)
         return plan
 
@@ -238,13 +244,14 @@ class Scheduler:
             return None
         self.pool.share(shared)
         blocks = np.concatenate([np.array(shared, dtype=np.int32), self._take(num_new)])
-        row = self.table.admit(request, blocks, len(shared), key)
-        num_computed = int(self.table.num_computed_R[row])
+        num_cached = len(shared) * self.limits.block_size
+        num_computed = self.swap.restore(request, blocks, len(shared))
+        row = self.table.admit(request, blocks, len(shared), key, num_computed)
         self.num_prompt_tokens += len(request.tokens)
-        self.num_cached_tokens += num_computed
+        self.num_cached_tokens += num_cached
         if not request.was_admitted:
             request.was_admitted = True
-            self.started.append((request.frontend, Started(request.handle, num_computed)))
+            self.started.append((request.frontend, Started(request.handle, num_cached)))
         generation = int(self.table.generation_R[row])
         controls = controls_for_row(request.controls, request.tokens)
         return RowJoin(row, generation, request.prompt_len, num_computed, pack(blocks), request.sampling, controls)
@@ -287,14 +294,17 @@ class Scheduler:
         self.prefixes.publish(rows.tolist(), contents, blocks.tolist(), parents.tolist(), self.table.prefix_key)
 
     def _preempt(self, row: int) -> None:
-        """Take row and blocks away; the request is computed anew once all that it sampled has arrived."""
-        generation = int(self.table.generation_R[row])
-        num_in_flight = int(self.table.num_planned_R[row] - self.table.num_known_R[row])
+        """Take row and blocks away; the request waits again once all that it sampled has arrived, for its KV to be copied back or
+        computed anew."""
+        table = self.table
+        generation, num_computed, blocks = int(table.generation_R[row]), int(table.num_computed_R[row]), table.blocks(row).copy()
+        num_in_flight = int(table.num_planned_R[row] - table.num_known_R[row])
         request = self._release(row)
+        self.swap.save(request, blocks, num_computed)
         request.num_in_flight = num_in_flight
         self.num_preemptions += 1
         if num_in_flight:
-            self.draining[generation] = request
+            self.draining.add(generation, request)
         else:
             self.waiting.add(request)
 
@@ -339,32 +349,13 @@ class Scheduler:
         return arrivals
 
     def _confirm_draining(self, generations: np.ndarray, tokens: np.ndarray, arrivals: Arrivals) -> None:
-        """Late tokens of preempted requests. A token of a generation that nobody waits for came after a stop: dropped."""
-        for generation, token in zip(generations.tolist(), tokens.tolist(), strict=True):
-            request = self.draining.get(generation)
-            if request is None:
-                continue
-            request.num_in_flight -= 1
-            reason = self._append(request, token)
-            if token != NO_TOKEN:
-                arrivals.frontends = np.append(arrivals.frontends, request.frontend)
-                arrivals.handles = np.append(arrivals.handles, request.handle)
-                arrivals.tokens = np.append(arrivals.tokens, token)
-            if reason is not None:
-                del self.draining[generation]
-                self._finish(request, reason, arrivals)
-            elif request.num_in_flight == 0:
-                del self.draining[generation]
+        """Late tokens of preempted requests."""
+        for request, reason in self.draining.accept(generations, tokens, arrivals):
+            if reason is None:
                 self.waiting.add(request)
-
-    def _append(self, request: Request, token: int) -> FinishReason | None:
-        """Add a token to a request without a row; returns why it ends with it, if it does."""
-        if token == NO_TOKEN:
-            return "error"
-        request.tokens = np.append(request.tokens, np.int32(token))
-        if token in request.end_ids:
-            return "stop"
-        return "length" if len(request.tokens) >= request.limit else None
+            else:
+                self.swap.drop(request)
+                self._finish(request, reason, arrivals)
 
     def _finish(self, request: Request, reason: FinishReason, arrivals: Arrivals) -> None:
         del self.requests[request.frontend, request.handle]
@@ -378,8 +369,9 @@ class Scheduler:
         self.prefixes.check()
         held = np.concatenate([self.table.blocks(row) for row in range(self.limits.num_rows)])
         assert (np.bincount(held, minlength=self.pool.num_blocks) == self.pool.num_holders).all()
-        places = [*self.waiting, *self.draining.values(), *filter(None, self.table.requests)]
+        places = [*self.waiting, *self.draining, *filter(None, self.table.requests)]
         assert sorted(map(id, places)) == sorted(map(id, self.requests.values()))
-        assert all(request.num_in_flight > 0 for request in self.draining.values())
+        self.draining.check()
+        self.swap.check(places)
         self.waiting.check()
         assert all(self.requests[leader.frontend, leader.handle] is leader for leader in self.waiting.leaders)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from protocol.config import PreemptionMode
 from protocol.messages import AddRequest
 from protocol.sampling import MAX_END_IDS
 from scheduler.controls import controls_fault
@@ -26,6 +27,9 @@ class Limits:
     enable_prefix_caching: bool = True
     max_queued_tokens: int = 2**22
     queue_timeout_s: float | None = None  # None: a request waits as long as it takes
+    num_host_blocks: int = 0  # that preempted requests may be saved in
+    block_copy_s: float = 0.0  # seconds to copy one of them in one direction
+    preemption_mode: PreemptionMode = "auto"
 
 
 @dataclass

@@ -121,6 +121,9 @@ class Handshake:
             max_queued_tokens=self.config.max_num_queued_tokens,
             queue_timeout_s=self.config.queue_timeout,
             enable_prefix_caching=self.config.enable_prefix_caching,
+            num_host_blocks=min(worker.num_host_blocks for worker in ready),
+            block_copy_s=max(worker.block_copy_s for worker in ready),
+            preemption_mode=self.config.preemption_mode,
         )
 
 
@@ -178,10 +181,12 @@ class SchedulerProcess:
 
     def confirm(self, result: StepResult) -> None:
         """Hand the tokens of a step to the frontends."""
+        num_prompt_tokens = self.scheduler.in_flight[0].num_prompt_tokens
         with self.trace.span(Span.CONFIRM, result.step):
             for frontend, batch in self.scheduler.confirm(result).batches():
                 self.reply(frontend, batch)
-        self.clock.confirmed(result.step, time.monotonic(), len(self.scheduler.in_flight))
+        self.clock.confirmed(result.step, time.monotonic(), len(self.scheduler.in_flight), num_prompt_tokens)
+        self.scheduler.swap.prompt_token_s = self.clock.prompt_token_s
 
     def send(self, plan: Plan) -> None:
         """Hand a step to the workers."""
@@ -227,6 +232,10 @@ class SchedulerProcess:
             num_refused_queue_requests=scheduler.refusals.queue_requests,
             num_refused_queue_tokens=scheduler.refusals.queue_tokens,
             num_queue_timeouts=scheduler.refusals.queue_timeout,
+            num_blocks_out=scheduler.swap.num_out,
+            num_blocks_in=scheduler.swap.num_in,
+            free_host_blocks=scheduler.swap.num_free,
+            total_host_blocks=scheduler.limits.num_host_blocks,
             step_gap_us=int(self.clock.gap_s * 1e6),
         )
 

@@ -76,6 +76,12 @@ def lease_size(free_blocks: int, num_running: int) -> int:
     return MOST_LEASED if free_blocks >= 2 * MOST_LEASED * num_running else 1
 
 
+def swap_is_cheaper(num_blocks: int, num_tokens: int, block_copy_s: float, prompt_token_s: float) -> bool:
+    """Whether copying blocks out and in again takes less time than computing their tokens anew. Yes until that is measured: whoever
+    gives host memory for it wants it used."""
+    return prompt_token_s == 0.0 or 2 * num_blocks * block_copy_s < num_tokens * prompt_token_s
+
+
 def pipeline_depth(most: int, step_s: float, round_trip_s: float, has_waiting: bool) -> int:
     """Steps to keep in flight, so that the worker has its next one before it ends the last, also when a message is late.
 

@@ -38,6 +38,8 @@ class Request:
     refused_at: int = 0  # free blocks beyond one for each running row, when it last did not fit
     row: int | None = None
     num_in_flight: int = 0  # sampled tokens of a preempted request that are still to arrive
+    saved_places: np.ndarray | None = None  # in host memory, where the KV of its first num_saved tokens lies
+    num_saved: int = 0
 
 
 class RequestTable:
@@ -83,8 +85,9 @@ class RequestTable:
     def num_running(self) -> int:
         return len(self.requests) - len(self._free_rows)
 
-    def admit(self, request: Request, blocks: np.ndarray, num_shared: int, prefix_key: bytes) -> int:
-        """Give the request a free row under a new generation. The first num_shared blocks, of hash prefix_key, are computed already."""
+    def admit(self, request: Request, blocks: np.ndarray, num_shared: int, prefix_key: bytes, num_computed: int) -> int:
+        """Give the request a free row under a new generation. num_computed tokens are computed already; the first num_shared blocks, of
+        hash prefix_key, are in the prefix index."""
         row = heapq.heappop(self._free_rows)
         self._last_generation += 1
         known = len(request.tokens)
@@ -94,7 +97,7 @@ class RequestTable:
         self.frontend_R[row] = request.frontend
         self.handle_R[row] = request.handle
         self.num_known_R[row] = self.num_planned_R[row] = self.prefill_end_R[row] = known
-        self.num_computed_R[row] = num_shared * self.block_size
+        self.num_computed_R[row] = num_computed
         self.num_published_R[row] = num_shared
         self.prefix_key[row] = prefix_key
         self.limit_R[row] = request.limit

@@ -51,6 +51,8 @@ LIMITS: dict[str, Draw] = {
     "max_step_tokens": lambda rng: rng.choice([1, 4, 16, 64, 512]),
     "max_model_len": lambda rng: rng.choice([24, 40, CONTEXT]),
     "enable_prefix_caching": lambda rng: rng.random() < 0.8,
+    "num_host_blocks": lambda rng: rng.choice([0, 5, 1000]),
+    "preemption_mode": lambda rng: rng.choice(["swap", "swap", "auto"]),
 }
 ENGINE: dict[str, Draw] = {
     "contexts": lambda rng: rng.choice([1.0, 1.3, 1.6, 3.0, 10.0]),  # of the longest length, that the pool holds
@@ -231,6 +233,7 @@ class Scenario:
             tokens=scheduler.num_generated_tokens,
             preemptions=scheduler.num_preemptions,
             drained=self.sim.most_draining,
+            swapped=scheduler.swap.num_in,
             cached=scheduler.num_cached_tokens,
             aborted=len(self.aborted),
             stopped=sum(reason == "stop" for reason in self.sim.finished.values()),

@@ -25,6 +25,7 @@ def make_executor(model: Model, limits: Limits, **overrides: object) -> Executor
         model="", served_model_name="", run_dir="", client_address="", epoch=0, tune_kernels=False,
         max_num_seqs=limits.num_rows, max_num_batched_tokens=limits.max_step_tokens, block_size=limits.block_size,
         num_kv_blocks=limits.num_blocks, max_pipeline_depth=limits.max_pipeline_depth,
+        swap_space=(limits.num_host_blocks + 0.5) * model.kv_bytes_per_token * limits.block_size / 2**30,
     )  # fmt: skip
     return build_executor(msgspec.structs.replace(config, **overrides), model, tokenizer_size=0)
 
@@ -131,3 +132,4 @@ class Simulation:
         assert not scheduler.requests and not scheduler.waiting and not scheduler.draining and not scheduler.in_flight
         assert scheduler.pool.num_free == self.limits.num_blocks
         assert scheduler.table.num_free_rows == self.limits.num_rows
+        assert scheduler.swap.num_free == self.limits.num_host_blocks

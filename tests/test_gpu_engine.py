@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from protocol.config import EngineConfig, save_config
+from protocol.messages import Swap, pack
 from protocol.sampling import RowSampling
 from tests.checkpoints import tiny_checkpoint
 from tests.simulation import GREEDY, Simulation
@@ -16,6 +17,7 @@ from worker.batch import bucket_for
 from worker.loading import load_model
 from worker.precompile import compile_ahead
 from worker.rows import SamplingKind
+from worker.swap import AT_ONCE
 
 pytestmark = pytest.mark.gpu
 
@@ -141,8 +143,26 @@ def test_tokens_survive_preemption(qwen3):
     """The pool holds little more than one context, and each of the rows that start together grows by blocks of it."""
     requests = [(prompt[:20], 40, sampling) for prompt, _, sampling in mixed_requests()]
     expected = run(qwen3, "cpu", requests, num_rows=1).outputs
-    tight = run(qwen3, "cuda", requests, GRAPHS, num_blocks=10, max_pipeline_depth=4)
-    assert tight.outputs == expected and tight.scheduler.num_preemptions > 0
+    for num_places in (0, 100):
+        tight = run(qwen3, "cuda", requests, GRAPHS, num_blocks=10, max_pipeline_depth=4, num_host_blocks=num_places)
+        assert tight.outputs == expected and tight.scheduler.num_preemptions > 0
+        assert (tight.scheduler.swap.num_in > 0) == (num_places > 0)
+
+
+def test_swaps_never_wait_for_the_device(qwen3):
+    sim = simulation(qwen3, "cuda", num_rows=8, num_blocks=40, num_host_blocks=40)
+    swapper, ids = sim.worker.executor.batch.swapper, pack(range(AT_ONCE + 4))
+    swapper.kv_CP.normal_()
+    before = swapper.kv_CP.clone()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        swapper.run([Swap(True, ids, ids)])
+        swapper.kv_CP.zero_()  # launched like a step, right after
+        swapper.run([Swap(False, ids, ids)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(swapper.kv_CP[:, : AT_ONCE + 4], before[:, : AT_ONCE + 4])
 
 
 def test_13_requests_replay_the_16_graph(qwen3):

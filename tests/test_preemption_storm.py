@@ -21,9 +21,9 @@ BLOCK = 16
 POOL = 6 * 27  # blocks; 27 hold 420 tokens
 
 
-@pytest.mark.parametrize(("depth", "cached"), [(1, True), (4, True), (2, False)])
-def test_each_request_is_preempted_a_few_times_and_the_oldest_is_always_at_work(depth, cached):
-    limits = dict(block_size=BLOCK, num_rows=NUM_REQUESTS, max_model_len=PROMPT + NEW, max_step_tokens=512)
+@pytest.mark.parametrize(("depth", "cached", "num_places"), [(1, True, 0), (4, True, 0), (2, False, 0), (4, True, 1000), (2, False, 100)])
+def test_each_request_is_preempted_a_few_times_and_the_oldest_is_always_at_work(depth, cached, num_places):
+    limits = dict(block_size=BLOCK, num_rows=NUM_REQUESTS, max_model_len=PROMPT + NEW, max_step_tokens=512, num_host_blocks=num_places)
     sim = Simulation(num_blocks=POOL, max_pipeline_depth=depth, enable_prefix_caching=cached, **limits)
     watch = StepWatch(sim)
     for handle in range(NUM_REQUESTS):
@@ -37,11 +37,13 @@ def test_each_request_is_preempted_a_few_times_and_the_oldest_is_always_at_work(
     sim.check_idle()
     assert sim.scheduler.num_preemptions == sum(watch.joins.values()) - NUM_REQUESTS > 0
     assert max(watch.joins.values()) - 1 < 10
+    assert (sim.scheduler.swap.num_in > 0) == (num_places > 0)
     assert all(sim.outputs[handle] == continuation([handle] * PROMPT, NEW) for handle in range(NUM_REQUESTS))
 
 
-def test_tokens_never_stall_for_a_second_in_the_real_processes():
-    flags = ("--num-kv-blocks", str(POOL), "--max-model-len", str(PROMPT + NEW))
+@pytest.mark.parametrize("swap", [(), ("--swap-space", "0.01", "--preemption-mode", "swap")], ids=["recompute", "swap"])
+def test_tokens_never_stall_for_a_second_in_the_real_processes(swap):
+    flags = ("--num-kv-blocks", str(POOL), "--max-model-len", str(PROMPT + NEW), *swap)
     with EngineProcess(*FLAGS, *flags) as engine, Client(engine.address) as client:
         arguments = [engine.address, "0", str(NUM_REQUESTS), str(PROMPT), str(NEW)]
         command = [sys.executable, "-m", "tests.stream_clients", *arguments]
@@ -51,4 +53,5 @@ def test_tokens_never_stall_for_a_second_in_the_real_processes():
     print(f"\n{report}, {stats['num_preemptions']} preemptions, {stats['num_steps']} steps")
     assert report["longest_stall"] < 1
     assert 0 < stats["num_preemptions"] < 10 * NUM_REQUESTS
+    assert (stats["num_blocks_in"] > 0) == bool(swap) and stats["free_host_blocks"] == stats["total_host_blocks"]
     assert stats["num_generated_tokens"] == NUM_REQUESTS * NEW

@@ -12,6 +12,7 @@ from torch import Tensor
 from protocol.messages import Chunk, StepDelta, pack, unpack
 from worker.rows import RowState, SamplingKind
 from worker.staging import Staging
+from worker.swap import BlockSwapper
 
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
@@ -93,9 +94,10 @@ _SAMPLE_FIELDS = ("sample_index_N", "sample_rows_N")
 class PersistentBatch:
     """Turns deltas into steps. While the same rows decode on, `apply` returns the same StepBatch without touching it."""
 
-    def __init__(self, rows: RowState, max_tokens: int, staging: Staging):
+    def __init__(self, rows: RowState, max_tokens: int, staging: Staging, swapper: BlockSwapper | None = None):
         self.rows = rows
         self.staging = staging
+        self.swapper = swapper  # None: there is no host memory for blocks
         self.next_step = 0
         self._is_decoding_R = np.zeros(rows.num_rows, dtype=bool)
         self._decode_rows = np.zeros(0, dtype=np.int32)
@@ -114,6 +116,9 @@ class PersistentBatch:
             raise RuntimeError(f"step {delta.step} arrived, expected step {self.next_step}: a delta was lost")
         self.next_step += 1
         self.staging.begin(delta.step)
+        if delta.swaps:
+            assert self.swapper is not None
+            self.swapper.run(delta.swaps)
         if delta.joins:
             self.rows.join(delta.joins, self.staging)
         if delta.grants:

@@ -38,6 +38,7 @@ class ChecksumModel:
         """Pages for the blocks and one scratch block."""
         self.block_size = block_size
         self.pages = torch.zeros(num_blocks + 1, block_size, dtype=torch.int32)
+        self.kv_CP = self.pages[None]
 
     def allocate_buffers(self, max_tokens: int, max_samples: int) -> None:
         """Logits."""

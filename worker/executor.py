@@ -1,5 +1,6 @@
 """Putting a worker together: model, row state, batch and runner for the device that it runs on."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,18 +9,22 @@ import torch
 from kernels import ops, reference, reference_rows
 from kernels import rows as gpu_rows
 from protocol.config import EngineConfig
+from protocol.messages import Swap, pack
 from worker.batch import PersistentBatch
 from worker.checksum import ChecksumModel
 from worker.controls import Controls
 from worker.decode import DecodeChain
 from worker.graphs import DecodeGraphs, EagerDecode, GraphRunner
 from worker.loading import load_model
-from worker.memory import explain_out_of_memory, measure_use, num_kv_blocks
+from worker.memory import explain_out_of_memory, measure_use, num_host_blocks, num_kv_blocks
 from worker.precompile import compile_ahead, step_sizes
 from worker.rows import RowState, SamplingKind
 from worker.runner import Model, Runner, StepRunner
 from worker.staging import HostStaging, PinnedStaging
+from worker.swap import AT_ONCE, BlockSwapper, DeviceLane, HostLane
 from worker.tuning import plan_buckets
+
+log = logging.getLogger(__name__)
 
 # Host values of one step: a few arrays over its tokens, and block tables of rows that join.
 STAGED_BYTES_PER_TOKEN = 64
@@ -32,6 +37,8 @@ class Executor:
     batch: PersistentBatch
     runner: Runner
     num_blocks: int
+    num_host_blocks: int = 0
+    block_copy_s: float = 0.0  # measured, where there are any
 
 
 def build_model(config: EngineConfig) -> Model:
@@ -55,7 +62,17 @@ def _cpu_executor(config: EngineConfig, model: Model, sampled_vocab: int) -> Exe
     model.allocate_buffers(most_tokens(config), config.max_num_seqs)
     rows = _row_state(config, model, num_blocks)
     runner = StepRunner(model, reference, reference_rows, rows, config.block_size, sampled_vocab)
-    return Executor(PersistentBatch(rows, most_tokens(config), HostStaging()), runner, num_blocks)
+    staging, num_places = HostStaging(), num_host_blocks(config, model)
+    swapper = BlockSwapper(model.kv_CP, num_places, HostLane(), staging) if num_places else None
+    return _executor(PersistentBatch(rows, most_tokens(config), staging, swapper), runner, num_blocks)
+
+
+def _executor(batch: PersistentBatch, runner: Runner, num_blocks: int) -> Executor:
+    if batch.swapper is None:
+        return Executor(batch, runner, num_blocks)
+    block_copy_s = batch.swapper.seconds_per_block()
+    log.info("%d blocks fit into the swap space; copying one takes %.0f µs", batch.swapper.num_places, 1e6 * block_copy_s)
+    return Executor(batch, runner, num_blocks, batch.swapper.num_places, block_copy_s)
 
 
 def _gpu_executor(config: EngineConfig, model: Model, sampled_vocab: int) -> Executor:
@@ -71,12 +88,12 @@ def _gpu_executor(config: EngineConfig, model: Model, sampled_vocab: int) -> Exe
         model.allocate_pools(num_blocks, config.block_size)
     remedy = "lower --gpu-memory-utilization or --max-num-seqs, or set --enforce-eager"
     with explain_out_of_memory("the graphs of decode steps", remedy):
-        batch, others = _steps(config, model, num_blocks, sampled_vocab)
+        batch, others = _steps(config, model, num_blocks, sampled_vocab, num_host_blocks(config, model))
         if config.op_by_op:
-            return Executor(batch, others, num_blocks)
+            return _executor(batch, others, num_blocks)
         chain = _decode_chain(config, others, config.tune_kernels)
         decode = EagerDecode(chain) if config.enforce_eager else DecodeGraphs(chain, batch.decode_rows_B)
-        return Executor(batch, GraphRunner(decode, others), num_blocks)
+        return _executor(batch, GraphRunner(decode, others), num_blocks)
 
 
 def _rehearse(config: EngineConfig, model: Model, sampled_vocab: int) -> None:
@@ -84,7 +101,10 @@ def _rehearse(config: EngineConfig, model: Model, sampled_vocab: int) -> None:
     else the first requests would wait for a compiler, and the largest."""
     model.allocate_buffers(most_tokens(config), config.max_num_seqs)
     model.allocate_pools(0, config.block_size)
-    batch, runner = _steps(config, model, 0, sampled_vocab)
+    batch, runner = _steps(config, model, 0, sampled_vocab, min(AT_ONCE, num_host_blocks(config, model)))
+    if batch.swapper is not None:
+        places = range(batch.swapper.num_places)
+        batch.swapper.run([Swap(is_out, pack([0 for _ in places]), pack(places)) for is_out in (True, False)])
     if not config.op_by_op:
         # Buffers for the first candidates, since timing any needs the pool: splits of a product's sum may add a few MiB.
         runner = GraphRunner(EagerDecode(_decode_chain(config, runner, tune=False)), runner)
@@ -114,11 +134,15 @@ def _row_state(config: EngineConfig, model: Model, num_blocks: int) -> RowState:
     return RowState(config.max_num_seqs, max_blocks, scratch_block=num_blocks, device=model.device, controls=controls)
 
 
-def _steps(config: EngineConfig, model: Model, num_blocks: int, sampled_vocab: int) -> tuple[PersistentBatch, StepRunner]:
+def _steps(
+    config: EngineConfig, model: Model, num_blocks: int, sampled_vocab: int, num_places: int
+) -> tuple[PersistentBatch, StepRunner]:
     """A GPU's batch, and what runs any step of it."""
     rows, max_tokens = _row_state(config, model, num_blocks), most_tokens(config)
     step_bytes = STAGED_BYTES_PER_TOKEN * max_tokens + 16 * (max_tokens + num_blocks)
-    batch = PersistentBatch(rows, max_tokens, PinnedStaging(model.device, config.max_pipeline_depth, step_bytes))
+    staging = PinnedStaging(model.device, config.max_pipeline_depth, step_bytes)
+    swapper = BlockSwapper(model.kv_CP, num_places, DeviceLane(model.device), staging) if num_places else None
+    batch = PersistentBatch(rows, max_tokens, staging, swapper)
     return batch, StepRunner(model, ops, gpu_rows, rows, config.block_size, sampled_vocab)
 
 

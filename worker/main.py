@@ -37,7 +37,12 @@ def start(config: EngineConfig, deltas: Endpoint) -> Executor:
     assert isinstance(begin, WorkerBegin)
     check_handshake(PROTOCOL_VERSION, begin.epoch, PROTOCOL_VERSION, config.epoch, "the scheduler")
     executor = build_executor(config, model, begin.tokenizer_size)
-    deltas.send(WorkerReady(executor.num_blocks, config.block_size, config.max_num_seqs, model.vocab_size, model.max_model_len))
+    deltas.send(
+        WorkerReady(
+            executor.num_blocks, config.block_size, config.max_num_seqs, model.vocab_size, model.max_model_len, executor.num_host_blocks,
+            executor.block_copy_s,
+        )
+    )  # fmt: skip
     return executor
 
 

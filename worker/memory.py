@@ -123,6 +123,14 @@ def check_asked(config: EngineConfig, block_bytes: int, total_bytes: int) -> Non
         raise ValueError(f"--num-kv-blocks must be at most {total_bytes // block_bytes}, what the memory holds, got {asked}")
 
 
+def num_host_blocks(config: EngineConfig, model: Model) -> int:
+    """Places for blocks in the host memory that --swap-space gives. Raises ValueError for more than the machine has."""
+    asked, total = int(config.swap_space * GIB), total_memory()
+    if asked > total:
+        raise ValueError(f"--swap-space must be at most {total / GIB:.1f} GiB, what the memory holds, got {config.swap_space:g}")
+    return asked // (model.kv_bytes_per_token * config.block_size)
+
+
 def total_memory() -> int:
     """Bytes of the whole machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

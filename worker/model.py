@@ -68,9 +68,11 @@ class TransformerModel:
         """Allocate KV pools of num_blocks blocks and one scratch block, in the place of earlier ones."""
         config = self.config
         self.kv_pools: list[tuple[Tensor, Tensor]] = []  # the earlier ones go first
+        self.kv_CP = self._zeros(0)
         # One allocation: torch rounds each up to 2 MiB, which for every layer's keys and values would be 100 MiB of the room.
         pools = self._zeros(config.num_layers, 2, num_blocks + 1, config.num_kv_heads, block_size, config.head_dim)
         self.kv_pools = [(k_pool, v_pool) for k_pool, v_pool in pools]
+        self.kv_CP = pools.flatten(0, 1)
 
     def allocate_buffers(self, max_tokens: int, max_samples: int) -> None:
         """Allocate the buffers of steps up to these sizes."""

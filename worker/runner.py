@@ -16,6 +16,7 @@ class Model(Protocol):
     vocab_size: int
     max_model_len: int
     kv_bytes_per_token: int
+    kv_CP: Tensor  # all pools as one: their parts, then blocks, then what a block holds
     device: torch.device
 
     def allocate_pools(self, num_blocks: int, block_size: int) -> None:
