@@ -37,6 +37,8 @@ class Admitted(msgspec.Struct, frozen=True):
     priority: int = 0
     more_seeds: list[int] = []  # of the choices after the first
     controls: RowControls | None = None
+    num_logprobs: int | None = None  # None: no scores
+    num_prompt_logprobs: int | None = None
 
 
 class Admission:
@@ -98,6 +100,8 @@ class Admission:
             priority=priority,
             more_seeds=[choice_seed(sampling.seed, index) for index in range(1, params.n or 1)],
             controls=resolve_controls(params, sampling, end_ids, self.tokenizer, self.limits.vocab_size),
+            num_logprobs=params.logprobs,
+            num_prompt_logprobs=params.prompt_logprobs,
         )
 
     def _tokenize(self, prompt: str | None, messages: list[ChatMessage] | None) -> list[int]:

@@ -3,6 +3,7 @@
 import msgspec
 
 from protocol.address import MAX_DOOR_BYTES
+from protocol.logprobs import TokenLogprob
 from protocol.messages import ChatMessage, ClientMessage, Error, FinishReason, Generate, Output, Usage, encode
 from protocol.sampling import SamplingParams
 
@@ -24,6 +25,8 @@ class Choice(msgspec.Struct, frozen=True):
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None  # of token_ids, where asked for
+    prompt_logprobs: list[TokenLogprob | None] | None  # of the first choice only
 
 
 class Completion(Choice, frozen=True):
@@ -94,5 +97,11 @@ def join_outputs(outputs: list[Output]) -> Completion:
 
 
 def _join_choice(outputs: list[Output]) -> Choice:
-    text = "".join(output.text for output in outputs)
-    return Choice(text, [token for output in outputs for token in output.token_ids], outputs[-1].finish_reason)
+    prompt_logprobs = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    return Choice(
+        "".join(output.text for output in outputs),
+        [token for output in outputs for token in output.token_ids],
+        outputs[-1].finish_reason,
+        None if outputs[-1].logprobs is None else [score for output in outputs for score in output.logprobs],
+        prompt_logprobs[0] if prompt_logprobs else None,
+    )

@@ -9,6 +9,7 @@ import numpy as np
 from frontend.admission import Admitted
 from frontend.pump import Pump
 from frontend.request import Choices, Failure, Listener, OpenRequest
+from frontend.scores import TokenScores
 from frontend.tokenizer import ModelTokenizer
 from protocol.messages import AbortRequests, AddRequest, GetStats, Refused, Stats, TokenBatch, pack, unpack
 from protocol.transport import Endpoint
@@ -46,13 +47,16 @@ class EngineClient:
                 priority=request.priority,
                 more_seeds=request.more_seeds,
                 controls=request.controls,
+                is_scored=request.num_logprobs is not None,
+                is_prompt_scored=request.num_prompt_logprobs is not None,
             )
         )
         self.next_handle = handles.stop
         choices, min_tokens = Choices(handles, len(request.prompt_ids), listener), request.sampling.min_tokens
         for index, handle in enumerate(handles):
             detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(request.prompt_ids)
-            self.open[handle] = OpenRequest(choices, index, request.end_ids, detokenizer, request.stops, min_tokens)
+            scores = TokenScores(request.num_logprobs, None if index else request.num_prompt_logprobs, request.prompt_ids)
+            self.open[handle] = OpenRequest(choices, index, request.end_ids, detokenizer, request.stops, min_tokens, scores)
         return handles
 
     def abort(self, handles: Iterable[int]) -> None:
@@ -98,11 +102,17 @@ class EngineClient:
             request = self.open.get(started.handle)
             if request is not None and request.index == 0:
                 request.choices.num_cached = started.num_cached
+        scores: dict[int, bytes] = {}
+        for scored in batch.scores:
+            if not scored.is_prompt:
+                scores[scored.handle] = scored.data
+            elif (request := self.open.get(scored.handle)) is not None:
+                request.scores.add_prompt(scored.data)
         handles = np.frombuffer(batch.handles, dtype="<i8").tolist()
         for handle, token in zip(handles, unpack(batch.tokens).tolist(), strict=True):
             request = self.open.get(handle)
             if request is not None:  # else it was aborted while the token was on its way
-                request.accept(token)
+                request.accept(token, scores.get(handle))
                 touched[handle] = request
 
     def _tell(self, touched: dict[int, OpenRequest]) -> None:

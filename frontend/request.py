@@ -5,7 +5,9 @@ from collections.abc import Callable
 import msgspec
 
 from frontend.detokenizer import Detokenizer
+from frontend.scores import TokenScores
 from frontend.stops import StopStrings
+from protocol.logprobs import TokenLogprob
 from protocol.messages import FinishReason, Usage
 
 
@@ -17,6 +19,23 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     index: int = 0  # of the choice
+    logprobs: list[TokenLogprob] | None = None  # of token_ids, where asked for
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # of the whole prompt, once
+
+
+def join_deltas(deltas: list[Delta]) -> Delta:
+    """All that came for a choice, as if it had come at once."""
+    last = deltas[-1]
+    prompt_logprobs = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
+    return Delta(
+        "".join(delta.text for delta in deltas),
+        [token for delta in deltas for token in delta.token_ids],
+        last.finish_reason,
+        last.usage,
+        last.index,
+        None if last.logprobs is None else [score for delta in deltas for score in delta.logprobs],
+        prompt_logprobs[0] if prompt_logprobs else None,
+    )
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -61,7 +80,8 @@ class OpenRequest:
         end_ids: frozenset[int],
         detokenizer: Detokenizer | None,
         stops: list[str],
-        min_tokens: int = 0,
+        min_tokens: int,
+        scores: TokenScores,
     ):
         self.choices = choices
         self.index = index
@@ -69,17 +89,23 @@ class OpenRequest:
         self.detokenizer = detokenizer
         self.stops = StopStrings(stops)
         self.min_tokens = min_tokens
+        self.scores = scores
         self.num_generated = 0
         self.text = ""
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
 
-    def accept(self, token: int) -> None:
-        """Take the next token. A stop string in its text sets `finish_reason`; tokens after that are dropped."""
+    def accept(self, token: int, score: bytes | None = None) -> None:
+        """Take the next token, with its score where asked for.
+
+        A stop string in its text sets `finish_reason`; tokens after that are dropped.
+        """
         if self.finish_reason is not None:
             return
         self.num_generated += 1
         self.token_ids.append(token)
+        if score is not None:
+            self.scores.add(token, score)
         if self.detokenizer is not None and token not in self.end_ids:
             self._add_text(self.detokenizer.feed(token))
 
@@ -96,7 +122,8 @@ class OpenRequest:
     def take_delta(self) -> Delta:
         """What came since the last call."""
         usage = None if self.finish_reason is None else self.choices.end(self.num_generated)
-        delta = Delta(self.text, self.token_ids, self.finish_reason, usage, self.index)
+        logprobs, prompt_logprobs = self.scores.take(has_tokens=bool(self.token_ids))
+        delta = Delta(self.text, self.token_ids, self.finish_reason, usage, self.index, logprobs, prompt_logprobs)
         self.text, self.token_ids = "", []
         return delta
 

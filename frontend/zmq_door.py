@@ -13,7 +13,7 @@ from frontend.admission import Admission
 from frontend.engine import EngineClient
 from frontend.outbox import Outbox
 from frontend.pump import Pump
-from frontend.request import Delta, Failure
+from frontend.request import Delta, Failure, join_deltas
 from protocol.address import DOOR_VERSION, MAX_DOOR_BYTES
 from protocol.messages import Cancel, Error, Generate, GetInfo, Info, KeepAlive, Output, Usage, decode_from_client
 from protocol.transport import DECODE_ERRORS
@@ -54,8 +54,7 @@ class ClientRequest:
     handles: range = range(0)  # of its choices; none while its text is being tokenised
     tokenizing: asyncio.Task[None] | None = None
     seq: int = 0
-    texts: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))  # gathered, when the client wants all at once
-    token_ids: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # by choice, like the texts
+    deltas: defaultdict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))  # by choice, when it wants all at once
     verdict: Error | None = None  # its last message, when the door ends it
 
 
@@ -188,12 +187,11 @@ class ZmqDoor:
             self._end(request, Error(request.request_id, news.code, news.message))
             return
         if not request.stream:
-            request.texts[news.index] += news.text
-            request.token_ids[news.index] += news.token_ids
+            request.deltas[news.index].append(news)
             if news.finish_reason is None:
                 return
-            news = msgspec.structs.replace(news, text=request.texts[news.index], token_ids=request.token_ids[news.index])
-        output = Output(request.request_id, request.seq, news.text, news.token_ids, news.finish_reason, news.usage, news.index)
+            news = join_deltas(request.deltas.pop(news.index))
+        output = Output(request.request_id, request.seq, *msgspec.structs.astuple(news))
         request.seq += 1
         if news.usage is not None:
             self._end(request, request.verdict or output)

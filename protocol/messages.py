@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from protocol.controls import RowControls
+from protocol.logprobs import TokenLogprob
 from protocol.sampling import Int64, RowSampling, SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -56,6 +57,7 @@ class RowJoin(Message, frozen=True):
     blocks: bytes
     sampling: RowSampling
     controls: RowControls | None = None  # with the known tokens, where they are needed; None: it has none
+    is_scored: bool = False  # its samples' log-probabilities are wanted
 
 
 class BlockGrants(Message, frozen=True):
@@ -72,6 +74,7 @@ class Chunk(Message, frozen=True):
     row: int
     tokens: bytes
     samples: bool  # the last chunk of what is known: a token is sampled after it
+    targets: bytes = b""  # tokens to score: the i-th at the place after the chunk's i-th
 
 
 class Swap(Message, frozen=True):
@@ -126,6 +129,7 @@ class StepResult(Message, frozen=True):
 
     step: int
     tokens: bytes
+    scores: bytes = b""  # of those samples that want them, then of the chunks' targets; see `protocol.logprobs`
 
 
 # ---- frontend -> scheduler ----------------------------------------------------------------------------------------
@@ -152,6 +156,8 @@ class AddRequest(Message, frozen=True):
     priority: Priority = 0  # lower ones first
     more_seeds: list[Int64] = []  # of further choices of the same prompt; their handles are handle + 1, handle + 2, …
     controls: RowControls | None = None  # without tokens
+    is_scored: bool = False  # the log-probabilities of its tokens are wanted
+    is_prompt_scored: bool = False  # and those of its prompt, of the first choice only
 
 
 class AbortRequests(Message, frozen=True):
@@ -190,6 +196,14 @@ class Started(Message, frozen=True):
     num_cached: int  # prompt tokens whose KV was found in the prefix cache
 
 
+class Scores(Message, frozen=True):
+    """Scores of a request: of its token in the same message, or of the next prompt tokens, in order from the second one on."""
+
+    handle: int
+    is_prompt: bool
+    data: bytes  # see `protocol.logprobs`
+
+
 class TokenBatch(Message, frozen=True):
     """The new tokens of one step for one frontend: tokens[i] belongs to handles[i] (int64 bytes)."""
 
@@ -197,6 +211,7 @@ class TokenBatch(Message, frozen=True):
     tokens: bytes
     finished: list[Finished]
     started: list[Started] = []
+    scores: list[Scores] = []
 
 
 class Refused(Message, frozen=True):
@@ -295,6 +310,8 @@ class Output(ClientMessage, frozen=True):
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     index: int = 0  # of the choice, below the request's n
+    logprobs: list[TokenLogprob] | None = None  # of token_ids, where asked for
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first tokens; nothing precedes the first prompt token
 
 
 class Error(ClientMessage, frozen=True):

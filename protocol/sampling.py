@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from protocol.controls import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, check_logit_bias, check_texts
+from protocol.logprobs import MAX_LOGPROBS
 
 # field -> (lowest, highest), both allowed. top_k of 0 or -1 and top_p of 1 switch the filter off; top_p of 0 keeps one token.
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -24,6 +25,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "min_tokens": (0, 2**31 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 MAX_STOP_STRINGS = 4
 MAX_STOP_BYTES = 256
@@ -56,6 +59,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     bad_words: list[str] | None = None  # not in the output as the tokenizer spells them, alone or after a space
     allowed_token_ids: list[int] | None = None  # None: all
     min_tokens: int | None = None  # no end of sequence, stop id or stop string before so many
+    logprobs: int | None = None  # with each token its log-probability, and those of so many best ones; None: without
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
 
     @property
     def stop_strings(self) -> list[str]:

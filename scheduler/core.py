@@ -9,6 +9,7 @@ those who run before it only get fewer until it fits, the pool being at least on
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from protocol.messages import (
     FinishReason,
     Refused,
     RowJoin,
+    Scores,
     Started,
     StepDelta,
     StepResult,
@@ -36,6 +38,7 @@ from scheduler.draining import Draining
 from scheduler.intake import Limits, Refusals, choices_of, fault_of
 from scheduler.policy import StepPlan, blocks_for, can_admit, lease_size, plan_step
 from scheduler.prefix import NO_BLOCK, NoPrefixIndex, PrefixIndex
+from scheduler.scoring import PlannedScores, PromptPart, take_targets
 from scheduler.swap import SwapSpace
 from scheduler.table import Request, RequestTable
 from scheduler.waiting import WaitingQueue
@@ -49,6 +52,7 @@ class Plan:
     rows: np.ndarray
     generations: np.ndarray
     num_prompt_tokens: int
+    scores: PlannedScores
 
 
 class Scheduler:
@@ -162,11 +166,12 @@ class Scheduler:
         if step.is_empty:
             assert not joins and grants is None  # copies of rows just preempted travel with the next step: nobody writes before it
             return None
-        chunks = self._chunks(step)
+        chunks, parts = self._chunks(step)
         rows = np.concatenate([step.decode_rows, step.chunk_rows[[chunk.samples for chunk in chunks]]])
         self._advance(step, rows)
         delta = self.deltas.build(step.decode_rows, joins, grants, chunks, self.swap.take_planned())
-        plan = Plan(delta, rows, table.generation_R[rows], int(step.chunk_sizes.sum()))
+        scores = PlannedScores(np.flatnonzero(table.is_scored_R[rows]).tolist(), parts)
+        plan = Plan(delta, rows, table.generation_R[rows], int(step.chunk_sizes.sum()), scores)
         self.in_flight.append(plan)
         return plan
 
@@ -237,7 +242,8 @@ class Scheduler:
             return None
         if num_running and free - num_running <= request.refused_at:
             return None  # nothing has changed for the better: not worth hashing its prompt again
-        shared, key = self.prefixes.find(request.tokens, request.salt)
+        sought = request.tokens[:1] if request.needs_whole_prompt else request.tokens  # nothing is found before the last token
+        shared, key = self.prefixes.find(sought, request.salt)
         num_new = blocks_for(len(request.tokens) + 1, self.limits.block_size) - len(shared)
         if not can_admit(num_new + self.pool.count_idle(shared), free, num_running):
             request.refused_at = free - num_running
@@ -254,20 +260,23 @@ class Scheduler:
             self.started.append((request.frontend, Started(request.handle, num_cached)))
         generation = int(self.table.generation_R[row])
         controls = controls_for_row(request.controls, request.tokens)
-        return RowJoin(row, generation, request.prompt_len, num_computed, pack(blocks), request.sampling, controls)
+        sampling, is_scored = request.sampling, request.is_scored
+        return RowJoin(row, generation, request.prompt_len, num_computed, pack(blocks), sampling, controls, is_scored)
 
     def _take(self, count: int) -> np.ndarray:
         blocks = self.pool.take(count)
         self.prefixes.forget_evicted()
         return blocks
 
-    def _chunks(self, step: StepPlan) -> list[Chunk]:
-        table, chunks = self.table, []
+    def _chunks(self, step: StepPlan) -> tuple[list[Chunk], list[PromptPart]]:
+        table, chunks, parts = self.table, [], []
         for row, size in zip(step.chunk_rows.tolist(), step.chunk_sizes.tolist(), strict=True):
             start = int(table.num_computed_R[row])
             tokens = pack(table.tokens_RL[row, start : start + size])
-            chunks.append(Chunk(row, tokens, samples=start + size == int(table.prefill_end_R[row])))
-        return chunks
+            targets, part = take_targets(table.requests[row], start, size)
+            chunks.append(Chunk(row, tokens, start + size == int(table.prefill_end_R[row]), targets))
+            parts += [] if part is None else [part]
+        return chunks, parts
 
     def _advance(self, step: StepPlan, sampling_rows: np.ndarray) -> None:
         self.table.num_computed_R[step.decode_rows] += 1
@@ -321,6 +330,7 @@ class Scheduler:
         assert result.step == plan.delta.step, f"result of step {result.step}, expected {plan.delta.step}"
         tokens = unpack(result.tokens)
         assert len(tokens) == len(plan.rows), f"step {result.step}: {len(tokens)} tokens for {len(plan.rows)} rows"
+        scores = list(self._scores(plan, tokens, result.scores)) if result.scores else []
         live = self.table.generation_R[plan.rows] == plan.generations
         if live.all():
             arrivals = self._confirm_rows(plan.rows, tokens)
@@ -328,7 +338,19 @@ class Scheduler:
             arrivals = self._confirm_rows(plan.rows[live], tokens[live])
             self._confirm_draining(plan.generations[~live], tokens[~live], arrivals)
         self.num_generated_tokens += len(arrivals.tokens)
+        arrivals.scores = scores
         return arrivals
+
+    def _scores(self, plan: Plan, tokens: np.ndarray, data: bytes) -> Iterator[tuple[int, Scores]]:
+        """The scores of a step, as far as their requests still live and get the tokens."""
+        receivers = {}
+        for sample in plan.scores.samples:
+            row, generation = int(plan.rows[sample]), int(plan.generations[sample])
+            is_live = self.table.generation_R[row] == generation and tokens[sample] != NO_TOKEN
+            receivers[sample] = self.table.requests[row] if is_live else self.draining.get(generation)
+        for frontend, scores in plan.scores.split(data, receivers):
+            if (frontend, scores.handle) in self.requests:
+                yield frontend, scores
 
     def _confirm_rows(self, rows: np.ndarray, tokens: np.ndarray) -> Arrivals:
         table = self.table

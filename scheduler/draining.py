@@ -25,6 +25,10 @@ class Draining:
         """A request has lost its row."""
         self._by_generation[generation] = request
 
+    def get(self, generation: int) -> Request | None:
+        """Who waits for the tokens of a generation."""
+        return self._by_generation.get(generation)
+
     def remove(self, request: Request) -> None:
         """Forget a request: its tokens in flight will be dropped."""
         self._by_generation = {generation: other for generation, other in self._by_generation.items() if other is not request}

@@ -80,6 +80,8 @@ def choices_of(
             num_shared=full_blocks * limits.block_size if index else 0,
             salt=message.salt,
             controls=message.controls,
+            is_scored=message.is_scored,
+            is_prompt_scored=message.is_prompt_scored and index == 0,
         )
         for index, seed in enumerate([message.sampling.seed, *message.more_seeds])
     ]

@@ -34,12 +34,20 @@ class Request:
     num_shared: int = 0  # leading prompt tokens that the first choice of the same request computes for this one
     salt: bytes = b""  # requests share prefix blocks only with those of the same salt
     controls: RowControls | None = None
+    is_scored: bool = False  # the log-probabilities of its tokens are wanted
+    is_prompt_scored: bool = False
+    num_prompt_scored: int = 0  # prompt tokens from the second on whose scores are delivered or in flight
     was_admitted: bool = False
     refused_at: int = 0  # free blocks beyond one for each running row, when it last did not fit
     row: int | None = None
     num_in_flight: int = 0  # sampled tokens of a preempted request that are still to arrive
     saved_places: np.ndarray | None = None  # in host memory, where the KV of its first num_saved tokens lies
     num_saved: int = 0
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether prompt tokens that are to be scored are not yet: none may come from the prefix index."""
+        return self.is_prompt_scored and self.num_prompt_scored < self.prompt_len - 1
 
 
 class RequestTable:
@@ -64,6 +72,7 @@ class RequestTable:
         self.num_computed_R = np.zeros(R, dtype=np.int32)
         self.prefill_end_R = np.zeros(R, dtype=np.int32)
         self.limit_R = np.zeros(R, dtype=np.int32)
+        self.is_scored_R = np.zeros(R, dtype=bool)
         self.num_blocks_R = np.zeros(R, dtype=np.int32)
         self.num_published_R = np.zeros(R, dtype=np.int32)  # leading blocks that the prefix index has been shown
         self.prefix_key: list[bytes] = [b""] * R  # the hash of those blocks
@@ -101,6 +110,7 @@ class RequestTable:
         self.num_published_R[row] = num_shared
         self.prefix_key[row] = prefix_key
         self.limit_R[row] = request.limit
+        self.is_scored_R[row] = request.is_scored
         self.end_ids_ER[:, row] = NO_ID
         self.end_ids_ER[: len(request.end_ids), row] = request.end_ids
         self.num_end_ids = max(self.num_end_ids, len(request.end_ids))

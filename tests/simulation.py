@@ -42,6 +42,7 @@ class SimulatedWorker:
         assert isinstance(delta, StepDelta)
         step = self.executor.batch.apply(delta)
         sampled_N = self.executor.runner.run(step)[: step.num_results].clone()
+        scores_XW = step.scores_XW.clone()
         done = torch.cuda.Event() if sampled_N.is_cuda else None
         if done is not None:
             done.record()  # copying no tokens waits for nothing
@@ -49,7 +50,7 @@ class SimulatedWorker:
         def result() -> bytes:
             if done is not None:
                 done.synchronize()
-            return encode(StepResult(delta.step, pack(sampled_N.cpu().numpy())))
+            return encode(StepResult(delta.step, pack(sampled_N.cpu().numpy()), scores_XW.cpu().numpy().tobytes()))
 
         return result
 
@@ -70,6 +71,8 @@ class Simulation:
         self.outputs: dict[int, list[int]] = {}
         self.finished: dict[int, str] = {}
         self.num_cached: dict[int, int] = {}
+        self.scores: dict[int, list[bytes]] = {}  # of each token, where asked for
+        self.prompt_scores: dict[int, bytes] = {}
         self.message_sizes: list[int] = []
         self.most_draining = 0
 
@@ -103,6 +106,11 @@ class Simulation:
                 assert handle not in self.finished
                 self.outputs[handle].append(token)
             self.num_cached.update((message.handle, message.num_cached) for message in batch.started)
+            for message in batch.scores:
+                if message.is_prompt:
+                    self.prompt_scores[message.handle] = self.prompt_scores.get(message.handle, b"") + message.data
+                else:
+                    self.scores.setdefault(message.handle, []).append(message.data)
             for message in batch.finished:
                 assert message.handle not in self.finished
                 self.finished[message.handle] = message.reason

@@ -9,6 +9,7 @@ import pytest
 from frontend.admission import Admission, Limits
 from frontend.controls import bad_word_ids
 from frontend.request import Choices, OpenRequest
+from frontend.scores import TokenScores
 from frontend.tokenizer import ModelTokenizer
 from protocol.messages import Error, Generate, unpack
 from protocol.sampling import SamplingParams
@@ -134,7 +135,8 @@ def test_min_tokens_covers_the_models_ends_and_the_clients(admission):
 ])  # fmt: skip
 def test_stop_strings_are_looked_for_behind_min_tokens(min_tokens, shown, reason, byte_level):
     ids = [byte_level.backend.encode(letter, add_special_tokens=False).ids[0] for letter in "abXabX"]
-    request = OpenRequest(Choices(range(1), 1, None), 0, frozenset(), byte_level.detokenizer([]), ["X"], min_tokens)
+    scores = TokenScores(None, None, [])
+    request = OpenRequest(Choices(range(1), 1, None), 0, frozenset(), byte_level.detokenizer([]), ["X"], min_tokens, scores)
     for token in ids:
         request.accept(token)
     request.finish("length")

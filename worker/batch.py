@@ -1,15 +1,19 @@
 """The persistent input batch: static buffers that a delta changes only where something changed.
 
-T tokens, S sequences, N samples, C samples of rows with controls. Decode steps are padded to a bucket; padding points at the scratch row.
+T tokens, S sequences, N samples, C samples of rows with controls, X scores (log-probabilities) of W words: L of samples, then P of prompt
+tokens. Decode steps are padded to a bucket; padding points at the scratch row.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from protocol.logprobs import NUM_WORDS
 from protocol.messages import Chunk, StepDelta, pack, unpack
+from worker.logprobs import AT_ONCE
 from worker.rows import RowState, SamplingKind
 from worker.staging import Staging
 from worker.swap import BlockSwapper
@@ -32,7 +36,8 @@ class StepBatch:
     """What one step runs on: views of static buffers.
 
     The host writes the first group; `gather_rows` fills the second from the row state. sample_index_N are indexes into T of the
-    tokens after which one is sampled; the first num_results samples are real. controlled_C are indexes into N.
+    tokens after which one is sampled; the first num_results samples are real. controlled_C and scored_L are indexes into N,
+    prompt_scored_P into T, with the tokens to be scored after them in targets_P. The step leaves its scores in scores_XW.
     """
 
     rows_T: Tensor
@@ -44,6 +49,9 @@ class StepBatch:
     sample_index_N: Tensor
     sample_rows_N: Tensor
     controlled_C: Tensor
+    scored_L: Tensor
+    prompt_scored_P: Tensor
+    targets_P: Tensor
 
     token_ids_T: Tensor
     positions_T: Tensor
@@ -51,6 +59,7 @@ class StepBatch:
     prompt_lens_T: Tensor
     context_lens_S: Tensor
 
+    scores_XW: Tensor
     block_table_RB: Tensor
     num_results: int
     kind: SamplingKind
@@ -71,16 +80,23 @@ class StepBuffers:
         self.by_seq = {name: buffer(max_seqs) for name in _SEQ_FIELDS}
         self.by_sample = {name: buffer(max_seqs) for name in _SAMPLE_FIELDS}
         self.query_start_S1 = buffer(max_seqs + 1)
-        self.controlled_C = buffer(max_seqs)
+        self.controlled_C, self.scored_L = buffer(max_seqs), buffer(max_seqs)
+        self.prompt_scored_P, self.targets_P = buffer(max_tokens), buffer(max_tokens)
+        self.scores_XW = torch.zeros(max_seqs + max_tokens, NUM_WORDS, dtype=torch.int32, device=device)
 
-    def view(self, num_tokens: int, num_seqs: int, num_samples: int, num_controlled: int, **facts: object) -> StepBatch:
+    def view(self, sizes: "StepSizes", **facts: object) -> StepBatch:
         """The leading part of every buffer, with the host's own facts of the step."""
+        T, S, N, C, L, P = sizes
         return StepBatch(
-            **{name: tensor[:num_tokens] for name, tensor in self.by_token.items()},
-            **{name: tensor[:num_seqs] for name, tensor in self.by_seq.items()},
-            **{name: tensor[:num_samples] for name, tensor in self.by_sample.items()},
-            query_start_S1=self.query_start_S1[: num_seqs + 1],
-            controlled_C=self.controlled_C[:num_controlled],
+            **{name: tensor[:T] for name, tensor in self.by_token.items()},
+            **{name: tensor[:S] for name, tensor in self.by_seq.items()},
+            **{name: tensor[:N] for name, tensor in self.by_sample.items()},
+            query_start_S1=self.query_start_S1[: S + 1],
+            controlled_C=self.controlled_C[:C],
+            scored_L=self.scored_L[:L],
+            prompt_scored_P=self.prompt_scored_P[:P],
+            targets_P=self.targets_P[:P],
+            scores_XW=self.scores_XW[: L + P],
             block_table_RB=self.block_table_RB,
             **facts,
         )
@@ -89,6 +105,17 @@ class StepBuffers:
 _TOKEN_FIELDS = ("rows_T", "known_tokens_T", "offsets_T", "token_ids_T", "positions_T", "slots_T", "prompt_lens_T")
 _SEQ_FIELDS = ("rows_S", "counts_S", "context_lens_S")
 _SAMPLE_FIELDS = ("sample_index_N", "sample_rows_N")
+
+
+class StepSizes(NamedTuple):
+    """How many there are of each in a step."""
+
+    tokens: int
+    seqs: int
+    samples: int
+    controlled: int
+    scored: int
+    prompt_scored: int = 0
 
 
 class PersistentBatch:
@@ -134,7 +161,8 @@ class PersistentBatch:
     def padding_step(self, num_tokens: int, num_seqs: int) -> StepBatch:
         """Prompt chunks of nobody's, to warm up with. They lengthen the scratch row, which must be reset after them."""
         sizes = [len(part) for part in np.array_split(np.zeros(num_tokens), num_seqs)]
-        return self._mixed_step([Chunk(self.rows.scratch_row, pack(np.zeros(size)), samples=True) for size in sizes])
+        scratch, most = self.rows.scratch_row, AT_ONCE
+        return self._mixed_step([Chunk(scratch, pack(np.zeros(n)), True, pack(np.zeros(min(n, most)))) for n in sizes])
 
     def _change_decoding(self, on: list[int], off: list[int]) -> None:
         self._is_decoding_R[on] = True
@@ -149,8 +177,9 @@ class PersistentBatch:
         rows[:count] = self._decode_rows
         is_real = (np.arange(bucket) < count).astype(np.int32)
         index = np.arange(bucket, dtype=np.int32)
-        kind, controlled = self._kind(self._decode_rows), self._controlled(self._decode_rows)
-        batch = self._decode_buffers.view(bucket, bucket, bucket, len(controlled), num_results=count, kind=kind, is_decode=True)
+        kind, (controlled, scored) = self._kind(self._decode_rows), self._wishes(self._decode_rows)
+        sizes = StepSizes(bucket, bucket, bucket, len(controlled), len(scored))
+        batch = self._decode_buffers.view(sizes, num_results=count, kind=kind, is_decode=True)
         write = self.staging.write
         write(batch.rows_T, rows)
         write(batch.rows_S, rows)
@@ -158,6 +187,7 @@ class PersistentBatch:
         write(batch.counts_S, is_real)
         write(batch.sample_index_N, index)
         write(batch.controlled_C, controlled)
+        write(batch.scored_L, scored)
         write(batch.query_start_S1, np.arange(bucket + 1, dtype=np.int32))
         batch.known_tokens_T.fill_(FROM_ROW)
         batch.offsets_T.zero_()
@@ -171,11 +201,10 @@ class PersistentBatch:
         rows = np.concatenate([decode_rows, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         samples = np.array([True] * len(decode_rows) + [chunk.samples for chunk in chunks])
-        num_tokens, num_samples, controlled = int(starts[-1]), int(samples.sum()), self._controlled(rows[samples])
-        batch = self._mixed_buffers.view(
-            num_tokens, len(rows), num_samples, len(controlled),
-            num_results=num_samples, kind=self._kind(rows[samples]), is_decode=False,
-        )  # fmt: skip
+        num_tokens, num_samples, (controlled, scored) = int(starts[-1]), int(samples.sum()), self._wishes(rows[samples])
+        places, targets = _prompt_targets(chunks, starts[len(decode_rows) :])
+        sizes = StepSizes(num_tokens, len(rows), num_samples, len(controlled), len(scored), len(targets))
+        batch = self._mixed_buffers.view(sizes, num_results=num_samples, kind=self._kind(rows[samples]), is_decode=False)
         write = self.staging.write
         write(batch.rows_T, np.repeat(rows, counts))
         write(batch.known_tokens_T, np.concatenate([np.full(len(decode_rows), FROM_ROW, dtype=np.int32), *tokens]))
@@ -186,11 +215,22 @@ class PersistentBatch:
         write(batch.sample_index_N, starts[1:][samples] - 1)
         write(batch.sample_rows_N, rows[samples])
         write(batch.controlled_C, controlled)
+        write(batch.scored_L, scored)
+        write(batch.prompt_scored_P, places)
+        write(batch.targets_P, targets)
         return batch
 
-    def _controlled(self, rows: np.ndarray) -> np.ndarray:
-        """The places of rows with controls."""
-        return np.flatnonzero(self.rows.is_controlled_R[rows]).astype(np.int32)
+    def _wishes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The places of rows with controls, and of those whose samples are scored."""
+        wishes = (self.rows.is_controlled_R, self.rows.is_scored_R)
+        return tuple(np.flatnonzero(wish_R[rows]).astype(np.int32) for wish_R in wishes)
 
     def _kind(self, rows: np.ndarray) -> SamplingKind:
         return SamplingKind(int(self.rows.kind_R[rows].max(initial=SamplingKind.GREEDY)))
+
+
+def _prompt_targets(chunks: list[Chunk], starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where in the step a prompt token is to be scored, chunks beginning at starts, and which one."""
+    targets = [unpack(chunk.targets) for chunk in chunks]
+    places = [start + np.arange(len(ids), dtype=np.int32) for start, ids in zip(starts, targets)]
+    return np.concatenate(places, dtype=np.int32), np.concatenate(targets)

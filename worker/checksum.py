@@ -49,17 +49,21 @@ class ChecksumModel:
         scratch_slot = self.pages.numel() - 1
         slots_T = torch.where(batch.slots_T < 0, scratch_slot, batch.slots_T)
         self.pages.view(-1)[slots_T] = batch.token_ids_T
-        length_N = batch.positions_T[batch.sample_index_N] + 1
+        return self.logits_at(batch, batch.sample_index_N)
+
+    def logits_at(self, batch: StepBatch, index_N: Tensor) -> Tensor:
+        """One-hot logits of the token after any of the step's."""
+        length_N = batch.positions_T[index_N] + 1
         logits_NV = self.logits_NV[: len(length_N)]
         logits_NV.zero_()
         if len(length_N):
-            logits_NV.scatter_(1, self._hash(batch, length_N)[:, None], 1.0)
+            logits_NV.scatter_(1, self._hash(batch, batch.rows_T[index_N], length_N)[:, None], 1.0)
         return logits_NV
 
-    def _hash(self, batch: StepBatch, length_N: Tensor) -> Tensor:
+    def _hash(self, batch: StepBatch, rows_N: Tensor, length_N: Tensor) -> Tensor:
         most = int(length_N.max())
         num_blocks = -(-most // self.block_size)
-        blocks_NB = batch.block_table_RB[batch.sample_rows_N, :num_blocks]
+        blocks_NB = batch.block_table_RB[rows_N, :num_blocks]
         tokens_NL = self.pages[blocks_NB].flatten(1)[:, :most].long()
         is_inside_NL = torch.arange(most) < length_N[:, None]
         sum_N = ((tokens_NL + 1) * self.weights_L[:most] * is_inside_NL).sum(dim=1)  # wraps mod 2**64, as intended

@@ -12,7 +12,7 @@ from protocol.messages import PROTOCOL_VERSION, WorkerBegin, WorkerHello, Worker
 from protocol.trace import NoTrace, Span, Trace, open_trace
 from protocol.transport import Endpoint, check_handshake, open_socket
 from worker.device_trace import StepTimer, step_timer
-from worker.executor import Executor, build_executor, build_model
+from worker.executor import Executor, build_executor, build_model, most_tokens
 from worker.failpoint import Failpoint
 from worker.results import ResultSender
 
@@ -68,7 +68,7 @@ def serve(
         with timer.step(delta.step):
             sampled_N = executor.runner.run(batch)
         with trace.span(Span.PUBLISH, delta.step):
-            sender.publish(delta.step, sampled_N, batch.num_results)
+            sender.publish(delta.step, sampled_N, batch.num_results, batch.scores_XW)
 
 
 def main(config: EngineConfig, lifeline: Lifeline) -> None:
@@ -87,7 +87,8 @@ def main(config: EngineConfig, lifeline: Lifeline) -> None:
     on_gpu = executor.batch.rows.length_R.is_cuda
     trace = open_trace(config.trace_dir, f"worker-{RANK}")
     timer = step_timer(trace, on_gpu)
-    sender = ResultSender(results, config.max_pipeline_depth, config.max_num_seqs, on_gpu, trace, timer)
+    most_scores = config.max_num_seqs + most_tokens(config)
+    sender = ResultSender(results, config.max_pipeline_depth, config.max_num_seqs, most_scores, on_gpu, trace, timer)
     serve(executor, deltas, sender, failpoint, trace, timer)
 
 

@@ -116,6 +116,11 @@ class TransformerModel:
             self._mlp(layer, b)
         return self._head(b, batch.sample_index_N)
 
+    @torch.inference_mode()
+    def logits_at(self, batch: Batch, index_P: Tensor) -> Tensor:
+        """The float32 logits [P, V] after other tokens of the last step."""
+        return self._head(self.buffers, index_P)
+
     def _attention(self, w: LayerWeights, b: Buffers, plan, k_pool: Tensor, v_pool: Tensor) -> None:
         ops, eps = self.ops, self.config.rms_norm_eps
         ops.add_rms_norm(b.x_TD, b.residual_TD, w.input_norm_D, b.x_TD, eps)

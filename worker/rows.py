@@ -20,7 +20,7 @@ class SamplingKind(IntEnum):
 
     GREEDY = 0
     RANDOM = 1  # temperature alone
-    FILTERED = 2  # top-k, top-p or min-p, or any of the controls, whatever the temperature
+    FILTERED = 2  # top-k, top-p or min-p, any of the controls, or log-probabilities, whatever the temperature
 
 
 def sampling_kind(sampling: RowSampling) -> SamplingKind:
@@ -53,7 +53,10 @@ class RowState:
         self.block_table_RB = torch.full((num_rows + 1, max_blocks), scratch_block, dtype=torch.int32, device=device)
         self.kind_R = np.zeros(num_rows + 1, dtype=np.int8)  # SamplingKind, on the host
         self.is_controlled_R = np.zeros(num_rows + 1, dtype=bool)  # on the host
-        self.is_controlled_R[num_rows] = controls is not None  # so that a rehearsal has the dearest steps
+        self.is_scored_R = np.zeros(num_rows + 1, dtype=bool)  # on the host
+        # So that a rehearsal has the dearest steps.
+        self.is_controlled_R[num_rows] = controls is not None
+        self.is_scored_R[num_rows] = True
 
     @property
     def scratch_row(self) -> int:
@@ -85,7 +88,10 @@ class RowState:
 
     def _join_controls(self, joins: list[RowJoin], staging: Staging) -> None:
         rows = [join.row for join in joins]
-        self.kind_R[rows] = [SamplingKind.FILTERED if join.controls else sampling_kind(join.sampling) for join in joins]
+        self.kind_R[rows] = [
+            SamplingKind.FILTERED if join.controls or join.is_scored else sampling_kind(join.sampling) for join in joins
+        ]
+        self.is_scored_R[rows] = [join.is_scored for join in joins]
         self.is_controlled_R[rows] = [join.controls is not None for join in joins]
         if controlled := [join for join in joins if join.controls is not None]:
             assert self.controls is not None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from worker.batch import StepBatch
+from worker.logprobs import AT_ONCE, write_scores
 from worker.rows import RowState
 
 
@@ -27,6 +28,9 @@ class Model(Protocol):
 
     def logits(self, batch: StepBatch) -> Tensor:
         """float32 [N, vocabulary] after the tokens of batch.sample_index_N; KV of all tokens is written."""
+
+    def logits_at(self, batch: StepBatch, index_P: Tensor) -> Tensor:
+        """The same after other tokens of the step that `logits` has just run, in the place of what that gave. At most N of them."""
 
 
 class Runner(Protocol):
@@ -56,7 +60,18 @@ class StepRunner:
         """One step of prompt chunks and decoding rows."""
         self._gather(batch)
         logits_NV = self.model.logits(batch)
-        return self.sample(batch, logits_NV, batch.positions_T[batch.sample_index_N] + 1)
+        sampled_N = self.sample(batch, logits_NV, batch.positions_T[batch.sample_index_N] + 1)
+        if len(batch.prompt_scored_P):
+            self._score_prompts(batch)
+        return sampled_N
+
+    def _score_prompts(self, batch: StepBatch) -> None:
+        """Score prompt tokens, as many at once as the model has logits for."""
+        scores_PW = batch.scores_XW[len(batch.scored_L) :]
+        at_once = min(AT_ONCE, self.rows.num_rows)
+        parts = (tensor.split(at_once) for tensor in (batch.prompt_scored_P, batch.targets_P, scores_PW))
+        for index_C, targets_C, scores_CW in zip(*parts, strict=True):
+            write_scores(self.model.logits_at(batch, index_C), targets_C, scores_CW)
 
     def _gather(self, batch: StepBatch) -> None:
         rows = self.rows
@@ -75,7 +90,8 @@ class StepRunner:
         """
         rows, sample_rows_N = self.rows, batch.sample_rows_N
         sampled_N = self.sampled_N[: len(sample_rows_N)]
-        is_controlled = len(batch.controlled_C) > 0
+        is_controlled, is_scored = len(batch.controlled_C) > 0, len(batch.scored_L) > 0
+        raw_LV = logits_NV[batch.scored_L] if is_scored else logits_NV  # a copy, since the rest changes them
         if is_controlled:
             rows.controls.apply(logits_NV, batch.controlled_C, sample_rows_N, position_N)
         self.ops.sample(
@@ -84,6 +100,8 @@ class StepRunner:
         )  # fmt: skip
         if is_controlled:
             rows.controls.count(batch.controlled_C, sample_rows_N, sampled_N)
+        if is_scored:
+            write_scores(raw_LV, sampled_N[batch.scored_L], batch.scores_XW[: len(batch.scored_L)])
         self.row_ops.advance_rows(
             batch.rows_S, batch.context_lens_S, sample_rows_N, sampled_N, rows.length_R, rows.last_token_R
         )  # fmt: skip

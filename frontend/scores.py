@@ -1,0 +1,31 @@
+"""Log-probabilities of one choice, gathered until its client gets them."""
+
+from protocol.logprobs import SCORE_BYTES, TokenLogprob, read_score
+
+
+class TokenScores:
+    """The scores of a choice: of the tokens since the last `take`, and of the prompt, which the first choice hands out once."""
+
+    def __init__(self, num_top: int | None, num_prompt_top: int | None, prompt_ids: list[int]):
+        self.num_top, self.num_prompt_top = num_top, num_prompt_top  # None: not asked for
+        self.prompt_ids = prompt_ids
+        self.new: list[TokenLogprob] = []
+        self.prompt: list[TokenLogprob | None] = [None]  # nothing precedes the first token
+
+    def add(self, token: int, data: bytes) -> None:
+        """The next token's."""
+        self.new.append(read_score(token, data, self.num_top))
+
+    def add_prompt(self, data: bytes) -> None:
+        """The next prompt tokens'."""
+        for start in range(0, len(data), SCORE_BYTES):
+            token = self.prompt_ids[len(self.prompt)]
+            self.prompt.append(read_score(token, data[start : start + SCORE_BYTES], self.num_prompt_top))
+
+    def take(self, has_tokens: bool) -> tuple[list[TokenLogprob] | None, list[TokenLogprob | None] | None]:
+        """The new tokens' scores, and with the first tokens the prompt's; None where they were not asked for."""
+        new, self.new = self.new, []
+        prompt = None
+        if has_tokens and self.num_prompt_top is not None:
+            prompt, self.num_prompt_top = self.prompt, None
+        return None if self.num_top is None else new, prompt
