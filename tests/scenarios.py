@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from protocol.messages import encode
-from protocol.sampling import RowSampling
+import msgspec
+import numpy as np
+
+from protocol.controls import RowControls
+from protocol.messages import encode, pack
+from protocol.sampling import RowSampling, choice_seed
 from scheduler.policy import blocks_for
 from tests.checkpoints import tiny_checkpoint
 from tests.simulation import GREEDY, Simulation
@@ -37,6 +41,13 @@ SAMPLINGS = [
     RowSampling(temperature=0.12, seed=8),
     RowSampling(temperature=0.3, top_k=20, seed=-1),
     RowSampling(temperature=0.5, top_p=0.9, min_p=0.02, seed=2**62),
+]
+# What changes logits: numbers for the sampling, and lists.
+CONTROLS = [
+    ({}, None),
+    ({"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": -0.3}, RowControls(needs_tokens=True)),
+    ({}, RowControls(bias_ids=pack([3, 50]), bias_values=np.float32([1.5, -2]).tobytes(), allowed_ids=pack(range(2, 90)))),
+    ({"frequency_penalty": 0.8}, RowControls(bad_words=[pack([7]), pack([3, 4])], needs_tokens=True)),
 ]
 CONTEXT = 64  # tokens of the longest one
 MOST_NEW = 24
@@ -69,8 +80,14 @@ REQUEST: dict[str, Draw] = {
     "salt": lambda rng: rng.choice([b"", b"", b"other"]),
     "num_resumed": lambda rng: rng.choice([0, 0, 0, 0, 2]),  # tokens that came before, as when a frontend resubmits
     "abort_after": lambda rng: rng.choice([0, rng.randint(1, 10), rng.randint(1, 60)]),  # steps, where it is aborted
+    "controls": lambda rng: rng.choice([0, 0, rng.randrange(len(CONTROLS))]),
+    "n": lambda rng: rng.choice([1, 1, 1, 1, 2, MOST_CHOICES]),
+    "aborted_choice": lambda rng: rng.randrange(MOST_CHOICES),
+    "priority": lambda rng: rng.choice([0, 0, 0, -1, 2]),
+    "is_scored": lambda rng: rng.random() < 0.2,
 }
 NUM_STEMS, NUM_PROMPTS = 3, 24
+MOST_CHOICES = 4
 
 
 def draw(dimensions: dict[str, Draw], seed: str) -> dict[str, object]:
@@ -97,15 +114,22 @@ class Subject:
         tail = [rng.randrange(self.vocab_size) for _ in range(rng.choice([0, 1, 5]))]
         return stem[: rng.choice([1, 3, 8, 16, 17, 33])] + tail
 
-    def _solo(self, prompt: int, sampling: int) -> list[int]:
-        """The longest continuation of a prompt by itself, one step at a time, nothing cached."""
+    def _solo(self, prompt: int, sampling: int, controls: int = 0, choice: int = 0) -> list[int]:
+        """The longest continuation of a prompt by itself, one step at a time, nothing cached, with the seed of a choice."""
         alone = Simulation(
             self._solo_model, num_rows=1, max_pipeline_depth=1, max_step_tokens=512, block_size=16, num_blocks=8,
             max_model_len=CONTEXT + MOST_NEW, enable_prefix_caching=False,
         )  # fmt: skip
-        alone.add(0, self.prompts[prompt], MOST_NEW, sampling=SAMPLINGS[sampling])
+        how = sampling_of(sampling, controls)
+        how = msgspec.structs.replace(how, seed=choice_seed(how.seed, choice))
+        alone.add(0, self.prompts[prompt], MOST_NEW, sampling=how, controls=CONTROLS[controls][1])
         alone.run()
         return alone.outputs[0]
+
+
+def sampling_of(sampling: int, controls: int) -> RowSampling:
+    """One of SAMPLINGS with the numbers of one of CONTROLS."""
+    return msgspec.structs.replace(SAMPLINGS[sampling], **CONTROLS[controls][0])
 
 
 @cache
@@ -126,10 +150,14 @@ class Case:
     max_tokens: int
     end_ids: list[int]
     sampling: RowSampling
+    controls: RowControls | None
     salt: bytes
+    priority: int
+    is_scored: bool
     generated: list[int]
     abort_after: int | None
-    expected: list[int]  # the tokens still to come
+    aborted_choice: int
+    expected: list[list[int]]  # the tokens still to come, by choice
 
 
 class Scenario:
@@ -142,6 +170,7 @@ class Scenario:
         block_size, context = self.limits["block_size"], self.limits["max_model_len"]
         self.limits["num_blocks"] = int(blocks_for(context, block_size) * self.engine["contexts"])
         self.cases = [case for i in range(self.engine["num_requests"]) if (case := self._case(i)) is not None]
+        self.by_handle = {MOST_CHOICES * i + choice: case for i, case in enumerate(self.cases) for choice in range(len(case.expected))}
         self.aborted: dict[int, int] = {}  # handle -> tokens that had come by then
 
     def _case(self, i: int) -> Case | None:
@@ -150,29 +179,27 @@ class Scenario:
         prompt, room = self.subject.prompts[drawn["prompt"]], self.limits["max_model_len"] - len(self.subject.prompts[drawn["prompt"]])
         if room < 1:
             return None
-        whole = self.subject.solo(drawn["prompt"], drawn["sampling"])[: min(room, drawn["max_tokens"])]
-        resumed = min(drawn["num_resumed"], len(whole) - 1)
+        wholes = [self._whole(drawn, choice)[: min(room, drawn["max_tokens"])] for choice in range(drawn["n"])]
+        resumed = min(drawn["num_resumed"], len(wholes[0]) - 1) if drawn["n"] == 1 else 0
         end_ids = self.rng.sample(range(self.subject.vocab_size), drawn["num_end_ids"])
         if drawn["num_end_ids"]:
-            end_ids[0] = self.rng.choice(whole)  # one that comes
-        ends = [j for j, token in enumerate(whole) if token in end_ids and j >= resumed]
-        expected = whole[resumed : ends[0] + 1] if ends else whole[resumed:]
+            end_ids[0] = self.rng.choice(wholes[0])  # one that comes
         abort_after = drawn["abort_after"] if self.rng.random() < self.engine["abort_share"] else None
         return Case(
-            prompt, drawn["max_tokens"], end_ids, SAMPLINGS[drawn["sampling"]], drawn["salt"], whole[:resumed], abort_after, expected
-        )
+            prompt, drawn["max_tokens"], end_ids, sampling_of(drawn["sampling"], drawn["controls"]), CONTROLS[drawn["controls"]][1],
+            drawn["salt"], drawn["priority"], drawn["is_scored"], wholes[0][:resumed], abort_after, drawn["aborted_choice"] % drawn["n"],
+            [whole[resumed:][: _end(whole[resumed:], end_ids)] for whole in wholes],
+        )  # fmt: skip
+
+    def _whole(self, drawn: dict, choice: int) -> list[int]:
+        return self.subject.solo(drawn["prompt"], drawn["sampling"], drawn["controls"], choice)
 
     def play(self) -> Counter[str]:
         """Run to the end, check everything; returns how often what happened."""
         self.sim = Simulation(self.subject.model, **self.limits)
         self.clock, self.aborts = 0, []
-        for handle, case in enumerate(self.cases):
-            refused = self.sim.add(
-                handle, case.prompt, case.max_tokens, case.end_ids, sampling=case.sampling, generated=case.generated, salt=case.salt
-            )
-            assert refused is None, refused
-            if case.abort_after is not None:
-                self.aborts.append((self.clock + case.abort_after, handle))
+        for i, case in enumerate(self.cases):
+            self._add(MOST_CHOICES * i, case)
             self._abort_due()
             while self.rng.random() < self.engine["haste"]:
                 self._step()
@@ -182,6 +209,16 @@ class Scenario:
         self._check_outputs()
         self._check_cached()
         return self._counts()
+
+    def _add(self, handle: int, case: Case) -> None:
+        more_seeds = [choice_seed(case.sampling.seed, choice) for choice in range(1, len(case.expected))]
+        refused = self.sim.add(
+            handle, case.prompt, case.max_tokens, case.end_ids, case.sampling, case.generated, case.salt, priority=case.priority,
+            more_seeds=more_seeds, controls=case.controls, is_scored=case.is_scored,
+        )  # fmt: skip
+        assert refused is None, refused
+        if case.abort_after is not None:
+            self.aborts.append((self.clock + case.abort_after, handle + case.aborted_choice))
 
     def _step(self) -> bool:
         """One step; requests are aborted before it, and with steps just sent."""
@@ -206,25 +243,26 @@ class Scenario:
             self.sim.scheduler.check()
 
     def _check_outputs(self) -> None:
-        for handle, case in enumerate(self.cases):
-            output = self.sim.outputs[handle]
+        for handle, case in self.by_handle.items():
+            output, expected = self.sim.outputs[handle], case.expected[handle % MOST_CHOICES]
             if handle in self.aborted:
-                assert output == case.expected[: self.aborted[handle]], f"request {handle}, aborted"
+                assert output == expected[: self.aborted[handle]], f"request {handle}, aborted"
                 assert handle not in self.sim.finished
             else:
-                assert output == case.expected, f"request {handle}: {case}"
+                assert output == expected, f"request {handle}: {case}"
                 assert self.sim.finished[handle] == ("stop" if output[-1] in case.end_ids else "length"), f"request {handle}"
+            assert len(self.sim.scores.get(handle, ())) == case.is_scored * len(output), f"request {handle}"
 
     def _check_cached(self) -> None:
         """What a request found in the prefix cache began another one of the same salt."""
-        wholes = [[*case.prompt, *case.generated, *case.expected] for case in self.cases]
+        wholes = {h: [*case.prompt, *case.generated, *case.expected[h % MOST_CHOICES]] for h, case in self.by_handle.items()}
         for handle, num_cached in self.sim.num_cached.items():
             if num_cached == 0:
                 continue
-            salt, prefix = self.cases[handle].salt, wholes[handle][:num_cached]
-            others = [i for i, case in enumerate(self.cases) if i != handle and case.salt == salt]
+            salt, prefix = self.by_handle[handle].salt, wholes[handle][:num_cached]
+            others = [other for other, case in self.by_handle.items() if other != handle and case.salt == salt]
             assert self.limits["enable_prefix_caching"]
-            assert any(wholes[i][:num_cached] == prefix for i in others), f"request {handle}: {self.cases[handle]}"
+            assert any(wholes[other][:num_cached] == prefix for other in others), f"request {handle}: {self.by_handle[handle]}"
 
     def _counts(self) -> Counter[str]:
         scheduler = self.sim.scheduler
@@ -239,7 +277,15 @@ class Scenario:
             stopped=sum(reason == "stop" for reason in self.sim.finished.values()),
             resumed=sum(bool(case.generated) for case in self.cases),
             sampled=sum(case.sampling != GREEDY for case in self.cases),
+            controlled=sum(case.controls is not None for case in self.cases),
+            choices=len(self.by_handle) - len(self.cases),
+            scored=len(self.sim.scores),
         )
+
+
+def _end(tokens: list[int], end_ids: list[int]) -> int:
+    """How many of the tokens come until one ends them."""
+    return next((i + 1 for i, token in enumerate(tokens) if token in end_ids), len(tokens))
 
 
 def main(name: str, seed: int) -> None:

@@ -169,3 +169,15 @@ def test_random_mixes_of_choices_and_aborts_in_a_small_pool(seed, depth):
         aborted |= sim.churn(rng, list(prompts), 0.3)
     sim.run()
     check_outputs(sim.outputs, prompts, aborted)
+
+
+@pytest.mark.parametrize("num_places", [0, 100])
+def test_choices_that_do_not_fit_the_pool_together_come_one_after_the_other(num_places):
+    """A pool of one context and a bit: four choices of a prompt that fills most of it, beside other requests."""
+    prompt = prompt_of(random.Random(1), 30)
+    sim = Simulation(num_rows=8, num_blocks=13, block_size=4, max_model_len=48, num_host_blocks=num_places, max_step_tokens=16)
+    sim.add(0, prompt, 18, sampling=RowSampling(WARM, seed=7), more_seeds=more_seeds(7, 4))
+    sim.add(10, [5, 6], 10)
+    sim.run()
+    assert [sim.outputs[index] for index in range(4)] == [alone(prompt, 18, choice_seed(7, index)) for index in range(4)]
+    assert sim.outputs[10] == continuation([5, 6], 10)

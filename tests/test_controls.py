@@ -22,6 +22,7 @@ from protocol.controls import MAX_BAD_SEQUENCES, MAX_BAD_WORD_TOKENS, MAX_BIASES
 from protocol.messages import NO_TOKEN, AddRequest, RowJoin, StepDelta, pack
 from protocol.sampling import RowSampling
 from tests.checkpoints import tiny_checkpoint, tiny_model
+from tests.checksum_reference import continuation
 from tests.simulation import GREEDY, Simulation
 from worker.controls import Controls
 from worker.loading import load_model
@@ -317,3 +318,18 @@ def test_the_scheduler_refuses_what_would_break_the_worker(controls, reason):
     sim = Simulation()
     refused = sim.scheduler.add(0, AddRequest(0, pack([1]), b"", 5, [], GREEDY, controls=controls))
     assert refused.code == 400 and reason in refused.message
+
+
+def test_a_thousand_owners_of_two_rows_leave_nothing_of_their_controls():
+    """Every other one is forced to a token of its own and penalised for it; those between get the model's choice."""
+    sim = Simulation(num_rows=2, num_blocks=20, max_model_len=30)
+    for handle in range(1000):
+        forced = pack([handle % 997]), np.float32([50.0]).tobytes()
+        if handle % 2:
+            sim.add(handle, [handle % 7, 5], 3)
+        else:
+            controls = RowControls(*forced, needs_tokens=True)
+            sim.add(handle, [handle % 7, 5], 3, sampling=RowSampling(repetition_penalty=2.0), controls=controls)
+    sim.run()
+    for handle, output in sim.outputs.items():
+        assert output == ([handle % 997] * 3 if handle % 2 == 0 else continuation([handle % 7, 5], 3)), handle

@@ -170,3 +170,15 @@ def test_scores_equal_float64_arithmetic_for_any_vocabulary():
             assert got.rank == ids.tolist().index(token) + 1
             assert [i for i, _ in got.top] == ids.tolist()[:7]
             assert [value for _, value in got.top] == pytest.approx(values.tolist()[:7], abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("temperature", [1e-5, 1e-4, 1e-3])
+def test_tiny_temperatures_in_half_precision_choose_a_best_token(dtype, temperature, folder):
+    sim = Simulation(load_model(folder, dtype, "cpu", 64), num_rows=4, block_size=8)
+    for handle, prompt in enumerate(PROMPTS):
+        sim.add(handle, prompt, NEW, sampling=RowSampling(temperature=temperature, top_p=0.9, seed=handle), is_scored=True)
+    sim.run()
+    scores = [read_score(token, score, 1) for handle in sim.outputs for token, score in zip(sim.outputs[handle], sim.scores[handle])]
+    assert len(scores) == NEW * len(PROMPTS)
+    assert all(np.isfinite(score.logprob) and score.rank == 1 for score in scores)

@@ -100,16 +100,19 @@ def test_evicted_blocks_lose_their_old_content():
     assert all(sim.outputs[1000 + i] == continuation(prompts[again], 2) for i, again in enumerate(order))
 
 
-def test_many_requests_with_one_prefix_in_a_small_pool_equal_those_without_a_cache():
+@pytest.mark.parametrize(("count", "length"), [(256, 40), pytest.param(512, 128, marks=pytest.mark.soak)])
+def test_many_requests_with_one_prefix_in_a_small_pool_equal_those_without_a_cache(count, length):
     rng = random.Random(2)
     stem = tokens_of(rng, 12)
-    prompts = [stem + tokens_of(rng, 5) for _ in range(256)]
+    prompts = [stem + tokens_of(rng, 5) for _ in range(count)]
+    blocks = 20 * (20 + length) // 4  # for 20 of the 64 rows
     for enabled in (True, False):
-        sim = Simulation(num_rows=64, num_blocks=20 * 15, block_size=4, max_model_len=60, enable_prefix_caching=enabled)
+        sim = Simulation(num_rows=64, num_blocks=blocks, block_size=4, max_model_len=20 + length, enable_prefix_caching=enabled)
         for handle, prompt in enumerate(prompts):
-            sim.add(handle, prompt, 40)
+            sim.add(handle, prompt, length)
         sim.run()
-        assert all(sim.outputs[handle] == continuation(prompt, 40) for handle, prompt in enumerate(prompts))
+        assert sim.scheduler.num_preemptions > 0
+        assert all(sim.outputs[handle] == continuation(prompt, length) for handle, prompt in enumerate(prompts))
         assert (sim.scheduler.num_cached_tokens > 0) == enabled
 
 

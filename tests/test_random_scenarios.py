@@ -29,7 +29,7 @@ def test_the_scenarios_reach_what_they_are_about():
     seen: Counter[str] = Counter()
     for seed in range(30):
         seen += Scenario("checksum", seed).play()
-    rare = {"preemptions", "cached", "aborted", "stopped", "resumed", "sampled", "swapped"}
+    rare = {"preemptions", "cached", "aborted", "stopped", "resumed", "sampled", "swapped", "controlled", "choices", "scored"}
     assert all(seen[what] >= 10 for what in rare) and seen["drained"] > 0, seen
 
 
