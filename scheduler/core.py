@@ -360,10 +360,12 @@ class Scheduler:
         ended = (table.end_ids_ER[: table.num_end_ids].take(rows, axis=1) == tokens).any(axis=0)
         full = known + 1 >= table.limit_R[rows]
         broken = tokens == NO_TOKEN
-        ended &= ~broken  # NO_TOKEN equals NO_ID, the filler of an end-id line
-        kept = ~broken
-        self._publish(rows[kept])
-        arrivals = Arrivals(table.frontend_R[rows][kept], table.handle_R[rows][kept], tokens[kept], [], self.started)
+        kept, kept_tokens = rows, tokens
+        if broken.any():
+            ended &= ~broken  # NO_TOKEN equals NO_ID, the filler of an end-id line
+            kept, kept_tokens = rows[~broken], tokens[~broken]
+        self._publish(kept)
+        arrivals = Arrivals(table.frontend_R[kept], table.handle_R[kept], kept_tokens, [], self.started)
         self.started = []
         for i in np.flatnonzero(ended | full | broken).tolist():
             request = self._release(int(rows[i]))

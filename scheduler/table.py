@@ -61,7 +61,6 @@ class RequestTable:
     def __init__(self, num_rows: int, max_model_len: int, block_size: int):
         R, L, B = num_rows, max_model_len, -(-max_model_len // block_size)
         self.block_size = block_size
-        self._offsets_S = np.arange(block_size)
         self.generation_R = np.zeros(R, dtype=np.int64)
         self.arrival_R = np.zeros(R, dtype=np.int64)
         self.priority_R = np.zeros(R, dtype=np.int64)
@@ -80,7 +79,8 @@ class RequestTable:
         # Rows side by side: comparing 2 ids of 1,024 rows takes 4 µs, 34 µs the other way round.
         self.end_ids_ER = np.full((MAX_END_IDS, R), NO_ID, dtype=np.int32)
         # Zeroed pages cost memory only once written, so the width may be the longest context.
-        self.tokens_RL = np.zeros((R, L), dtype=np.int32)
+        self.tokens_RL = np.zeros((R, B * block_size), dtype=np.int32)
+        self._contents_RB = self.tokens_RL.view(np.dtype((np.void, 4 * block_size)))  # a block's tokens as one value
         self.block_table_RB = np.zeros((R, B), dtype=np.int32)
         self.requests: list[Request | None] = [None] * R
         self._free_rows = list(range(R))  # a heap: low rows first
@@ -203,8 +203,7 @@ class RequestTable:
 
     def contents(self, rows: np.ndarray, places: np.ndarray) -> list[bytes]:
         """The tokens of full blocks."""
-        data, size = self.tokens_RL[rows[:, None], places[:, None] * self.block_size + self._offsets_S].tobytes(), 4 * self.block_size
-        return [data[start : start + size] for start in range(0, len(data), size)]
+        return self._contents_RB[rows, places].tolist()
 
     def check(self) -> None:
         """Assert the invariant of every row."""
