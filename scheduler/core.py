@@ -35,7 +35,7 @@ from scheduler.blocks import BlockPool
 from scheduler.controls import controls_for_row
 from scheduler.delta import DeltaBuilder
 from scheduler.draining import Draining
-from scheduler.intake import Limits, Refusals, choices_of, fault_of
+from scheduler.intake import Limits, Refusals, choices_of, fault_of, queue_fault
 from scheduler.policy import StepPlan, blocks_for, can_admit, lease_size, plan_step
 from scheduler.prefix import NO_BLOCK, NoPrefixIndex, PrefixIndex
 from scheduler.scoring import PlannedScores, PromptPart, take_targets
@@ -81,7 +81,7 @@ class Scheduler:
     def add(self, frontend: int, message: AddRequest, now: float = 0.0) -> Refused | None:
         """Queue a request's choices, or say why not. `now` is a monotonic clock's, in seconds."""
         tokens = np.concatenate([unpack(message.prompt), unpack(message.generated)])
-        if full := self._queue_fault(1 + len(message.more_seeds), len(tokens)):
+        if full := queue_fault(self.waiting, 1 + len(message.more_seeds), len(tokens), self.limits, self.refusals):
             return Refused(message.handle, 503, f"the queue is full: {full}, try again later")
         if fault := self._handle_fault(frontend, message) or fault_of(message, tokens, self.limits):
             self.refusals.invalid += 1
@@ -91,18 +91,6 @@ class Scheduler:
         for choice in choices:
             self.requests[frontend, choice.handle] = choice
         self.waiting.add_new(choices)
-        return None
-
-    def _queue_fault(self, num_new: int, num_tokens: int) -> str | None:
-        """Which limit of the queue a request would exceed. An empty queue takes any, so that none is refused for ever."""
-        if not self.waiting:
-            return None
-        if len(self.waiting) + num_new > self.limits.max_queued_requests:
-            self.refusals.queue_requests += 1
-            return f"{len(self.waiting)} requests wait"
-        if self.waiting.num_tokens + num_tokens > self.limits.max_queued_tokens:
-            self.refusals.queue_tokens += 1
-            return f"{self.waiting.num_tokens} prompt tokens wait, {num_tokens} more would exceed {self.limits.max_queued_tokens}"
         return None
 
     def _handle_fault(self, frontend: int, message: AddRequest) -> str | None:

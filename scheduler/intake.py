@@ -10,6 +10,7 @@ from protocol.messages import AddRequest
 from protocol.sampling import MAX_END_IDS
 from scheduler.controls import controls_fault
 from scheduler.table import Request
+from scheduler.waiting import WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,19 @@ class Refusals:
     queue_requests: int = 0
     queue_tokens: int = 0
     queue_timeout: int = 0
+
+
+def queue_fault(waiting: WaitingQueue, num_new: int, num_tokens: int, limits: Limits, refusals: Refusals) -> str | None:
+    """Which limit of the queue a request would exceed; counted. An empty queue takes any, so that none is refused for ever."""
+    if not waiting:
+        return None
+    if len(waiting) + num_new > limits.max_queued_requests:
+        refusals.queue_requests += 1
+        return f"{len(waiting)} requests wait"
+    if waiting.num_tokens + num_tokens > limits.max_queued_tokens:
+        refusals.queue_tokens += 1
+        return f"{waiting.num_tokens} prompt tokens wait, {num_tokens} more would exceed {limits.max_queued_tokens}"
+    return None
 
 
 def fault_of(message: AddRequest, tokens: np.ndarray, limits: Limits) -> str | None:
