@@ -122,6 +122,7 @@ class Scheduler:
         if request is None:
             return
         if request.row is not None:
+            self._publish(np.array([request.row]))
             self._release(request.row)
         elif request.num_in_flight:
             self.draining.remove(request)
@@ -281,7 +282,11 @@ class Scheduler:
                 self.waiting.release(leader)
 
     def _publish(self, rows: np.ndarray) -> None:
-        """Index the blocks that have become full of known and computed tokens."""
+        """Index the blocks that have become full of known and computed tokens.
+
+        Called for prompts as they are computed, and for what a request has generated when it loses its row: a conversation goes on
+        after the answer. Doing it in every step took 0.14 of 0.34 ms with 1,024 rows.
+        """
         rows, places = self.table.take_unpublished(rows)
         if len(rows) == 0:
             return  # most steps of few rows
@@ -296,6 +301,7 @@ class Scheduler:
         table = self.table
         generation, num_computed, blocks = int(table.generation_R[row]), int(table.num_computed_R[row]), table.blocks(row).copy()
         num_in_flight = int(table.num_planned_R[row] - table.num_known_R[row])
+        self._publish(np.array([row]))
         request = self._release(row)
         self.swap.save(request, blocks, num_computed)
         request.num_in_flight = num_in_flight
@@ -352,10 +358,11 @@ class Scheduler:
         if broken.any():
             ended &= ~broken  # NO_TOKEN equals NO_ID, the filler of an end-id line
             kept, kept_tokens = rows[~broken], tokens[~broken]
-        self._publish(kept)
         arrivals = Arrivals(table.frontend_R[kept], table.handle_R[kept], kept_tokens, [], self.started)
         self.started = []
-        for i in np.flatnonzero(ended | full | broken).tolist():
+        ending = np.flatnonzero(ended | full | broken)
+        self._publish(rows[ending])
+        for i in ending.tolist():
             request = self._release(int(rows[i]))
             self._finish(request, "error" if broken[i] else "stop" if ended[i] else "length", arrivals)
         return arrivals
