@@ -4,16 +4,13 @@ Exit codes: 0 after a signal, 1 when a process of the engine died, 2 when argume
 """
 
 import argparse
-import fcntl
 import os
 import secrets
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -24,7 +21,8 @@ import msgspec
 
 from protocol.address import default_client_address
 from protocol.config import EngineConfig, check_config, save_config
-from protocol.lifeline import Failed, Ready, decode_line, lock_path, remove_leftovers
+from protocol.lifeline import Failed, Ready, decode_line, remove_leftovers
+from protocol.places import lock_address, make_run_dir
 from protocol.transport import check_ipc_address
 
 ROOT = Path(__file__).resolve().parent
@@ -79,6 +77,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add(memory, "op_by_op", "--op-by-op", help=argparse.SUPPRESS, action="store_true")
 
     doors = parser.add_argument_group("doors")
+    add(doors, "host", "--host", help="address for HTTP clients")
+    add(doors, "port", "--port", type=int, help="port for HTTP clients; default: no HTTP")
     doors.add_argument("--zmq-listen", metavar="ipc://PATH", help=f"address for ZMQ clients; default: {default_client_address()}")
     add(doors, "trace_dir", "--trace", type=os.path.abspath, metavar="DIR", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -180,65 +180,6 @@ def check_text(flag: str, text: str) -> None:
         raise ValueError(f"{flag} must be printable text on one line, got {text!r}")
 
 
-# ---- places on disk -----------------------------------------------------------------------------------------------
-
-
-def make_private_dir(path: Path) -> Path:
-    """A folder that only this user can enter. Raises ValueError when somebody else owns it."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ValueError(f"{path} must belong to this user with mode 0700, found owner {found.st_uid}, mode {found.st_mode & 0o777:o}")
-    return path
-
-
-def lock_file(path: Path) -> int | None:
-    """A descriptor that holds the file's lock until the last process with it ends; None when another holds it."""
-    while True:
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if os.fstat(fd).st_size:  # poetry.lock, say: ours are empty, and are removed at the end
-            os.close(fd)
-            raise ValueError(f"{path} is no lock file of this engine: choose another address")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        if path.exists() and os.fstat(fd).st_ino == path.stat().st_ino:
-            return fd
-        os.close(fd)  # its last owner removed the file between our two calls
-
-
-def lock_address(address: str) -> int:
-    """Own a client address. Binding alone would take the socket of a live engine away from it, without an error."""
-    client_socket = check_ipc_address(address)
-    if address == default_client_address():
-        make_private_dir(client_socket.parent)
-    if not client_socket.parent.is_dir():
-        raise ValueError(f"cannot listen on {address}: the folder does not exist")
-    if client_socket.is_symlink() or (client_socket.exists() and not client_socket.is_socket()):
-        raise ValueError(f"cannot listen on {address}: what lies there is no socket")
-    fd = lock_file(lock_path(client_socket))
-    if fd is None:
-        raise ValueError(f"cannot listen on {address}: another engine serves it")
-    client_socket.unlink(missing_ok=True)
-    return fd
-
-
-def make_run_dir() -> tuple[Path, int]:
-    """A private directory for the internal sockets, and the lock that marks it as in use. Sweeps those of dead engines."""
-    base = make_private_dir(check_ipc_address(default_client_address()).parent)
-    for leftover in base.glob("run-*"):
-        fd = lock_file(leftover / "lock") if leftover.is_dir() else None
-        if fd is not None:
-            shutil.rmtree(leftover, ignore_errors=True)
-            os.close(fd)
-    run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=base))
-    fd = lock_file(run_dir / "lock")
-    assert fd is not None
-    return run_dir, fd
-
-
 # ---- processes ----------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +263,8 @@ class Supervisor:
                     return child.fault()
             if not said_ready and all(child.is_ready for child in self.children):
                 said_ready = True
-                say(f"ready: {self.config.served_model_name} at {self.config.client_address}", sys.stdout)
+                http = "" if self.config.port is None else f" and http://{self.config.host}:{self.config.port}"
+                say(f"ready: {self.config.served_model_name} at {self.config.client_address}{http}", sys.stdout)
 
     def _stop(self) -> None:
         """Cut the lifelines, wait, kill what is left. A second signal ends the waiting."""

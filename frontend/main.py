@@ -7,6 +7,8 @@ import zmq
 
 from frontend.admission import Admission, Limits
 from frontend.engine import EngineClient
+from frontend.http_door import make_app
+from frontend.http_server import HttpServer, listen
 from frontend.tokenizer import load_tokenizer
 from frontend.zmq_door import ZmqDoor, open_door
 from protocol.config import EngineConfig
@@ -24,6 +26,7 @@ def main(config: EngineConfig, lifeline: Lifeline) -> None:
     try:
         door_socket = open_door(context)
         bind(door_socket, config.client_address)  # first, since it fails when the address cannot be had
+        http_socket = None if config.port is None else listen(config.host, config.port)
         tokenizer, end_ids = load_tokenizer(config)
         endpoint = Endpoint(open_socket(context, zmq.DEALER), decode_to_frontend)
         endpoint.socket.connect(config.address("frontends"))
@@ -33,7 +36,9 @@ def main(config: EngineConfig, lifeline: Lifeline) -> None:
             with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
                 takes_priority = config.scheduling_policy == "priority"
                 admission = Admission(tokenizer, end_ids, limits, threads, config.seed, takes_priority)
-                asyncio.run(_serve(ZmqDoor(door_socket, engine, admission, config.served_model_name), lifeline))
+                zmq_door = ZmqDoor(door_socket, engine, admission, config.served_model_name)
+                server = None if http_socket is None else HttpServer(make_app(engine, admission, config.served_model_name), http_socket)
+                asyncio.run(_serve(zmq_door, server, lifeline))
     finally:
         context.destroy(linger=GOODBYE_MS)
     remove_leftovers(config)
@@ -55,7 +60,7 @@ def _greet_scheduler(endpoint: Endpoint, lifeline: Lifeline, epoch: int, tokeniz
     return Limits(ready.max_model_len, ready.vocab_size)
 
 
-async def _serve(door: ZmqDoor, lifeline: Lifeline) -> None:
+async def _serve(door: ZmqDoor, server: HttpServer | None, lifeline: Lifeline) -> None:
     loop = asyncio.get_running_loop()
     stop = loop.create_future()
     loop.add_reader(lifeline.fileno(), _settle, stop, None)
@@ -63,6 +68,8 @@ async def _serve(door: ZmqDoor, lifeline: Lifeline) -> None:
     loop.set_exception_handler(lambda _loop, context: _settle(stop, context.get("exception") or RuntimeError(context["message"])))
     door.engine.pump.start()
     door.start()
+    if server is not None:
+        server.start()
     lifeline.send(Ready())
     try:
         await stop
@@ -71,6 +78,8 @@ async def _serve(door: ZmqDoor, lifeline: Lifeline) -> None:
         door.engine.pump.stop()
         door.close("the engine is shutting down")
         door.outbox.retry()
+        if server is not None:
+            await server.stop()
 
 
 def _settle(stop: asyncio.Future, error: BaseException | None) -> None:

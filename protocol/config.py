@@ -19,6 +19,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run_dir: str  # private 0700 directory of the internal sockets
     client_address: str  # ipc:// address of the ZMQ door
     epoch: int  # random per start; keeps messages of another start out
+    host: str = "127.0.0.1"
+    port: int | None = None  # of the HTTP door; None: there is none
 
     executor: Executor = "transformer"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -63,6 +65,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "kv_cache_gib": (2**-20, 2**20),
     "gpu_memory_utilization": (0.01, 1.0),
     "swap_space": (0, 2**20),
+    "port": (1, 65535),
     "max_pipeline_depth": (1, 8),
     "max_queued_requests": (1, 2**20),
     "max_num_queued_tokens": (1, 2**40),

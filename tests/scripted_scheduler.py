@@ -164,9 +164,9 @@ def wait_until(condition, seconds: float = 5.0) -> bool:
     return condition()
 
 
-def text_frontend(folder: Path, files: dict[str, str]) -> RunningFrontend:
+def text_frontend(folder: Path, files: dict[str, str], **options) -> RunningFrontend:
     """A frontend with a tokenizer, and more files of a model, whose scheduler answers a prompt with the ids of the same text again."""
     for name, text in files.items():
         (folder / name).write_text(text)
     tiny_tokenizers.byte_level().save(str(folder / "tokenizer.json"))
-    return RunningFrontend(folder, model=str(folder), script=list)
+    return RunningFrontend(folder, model=str(folder), script=list, **options)
