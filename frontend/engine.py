@@ -32,8 +32,11 @@ class EngineClient:
         self.next_stats: asyncio.Future[Stats] | None = None
         self.pump = Pump(endpoint.socket, self._receive)
 
-    def submit(self, request: Admitted, listener: Listener) -> range:
-        """Hand a request to the scheduler; returns its choices' handles, for `abort`. Raises zmq.Again when the scheduler is far behind."""
+    def submit(self, request: Admitted, listener: Listener, streams: bool = True) -> range:
+        """Hand a request to the scheduler; without `streams` its listener hears of each choice once, when it ends.
+
+        Returns its choices' handles, for `abort`. Raises zmq.Again when the scheduler is far behind.
+        """
         handles = range(self.next_handle, self.next_handle + 1 + len(request.more_seeds))
         self._send(
             AddRequest(
@@ -56,7 +59,7 @@ class EngineClient:
         for index, handle in enumerate(handles):
             detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(request.prompt_ids)
             scores = TokenScores(request.num_logprobs, None if index else request.num_prompt_logprobs, request.prompt_ids)
-            self.open[handle] = OpenRequest(choices, index, request.end_ids, detokenizer, request.stops, min_tokens, scores)
+            self.open[handle] = OpenRequest(choices, index, request.end_ids, detokenizer, request.stops, min_tokens, scores, streams)
         return handles
 
     def abort(self, handles: Iterable[int]) -> None:
@@ -122,7 +125,8 @@ class EngineClient:
         if stopped:  # by a stop string, of which the scheduler knows nothing
             self._send(AbortRequests(stopped))
         for request in touched.values():
-            request.choices.listener(request.take_delta())
+            if request.streams or request.finish_reason is not None:
+                request.choices.listener(request.take_delta())
 
     def _take_stats(self, stats: Stats) -> None:
         if self.next_stats is not None:

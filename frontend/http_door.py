@@ -52,7 +52,7 @@ class Answers:
         self.failure: Failure | None = None
         self.arrived = asyncio.Event()
 
-    def submit(self, request: Admitted) -> None:
+    def submit(self, request: Admitted, streams: bool) -> None:
         """Hand one prompt to the engine; its choices come after those of the prompts before."""
         first = sum(map(len, self.handles))
 
@@ -64,7 +64,7 @@ class Answers:
                 self.usages += [] if news.usage is None else [news.usage]
             self.arrived.set()
 
-        self.handles.append(self.engine.submit(request, listen))
+        self.handles.append(self.engine.submit(request, listen, streams))
         self.num_prompts.append(len(request.prompt_ids))
 
     async def read(self, timeout_s: float | None = None) -> AsyncIterator[list[tuple[int, Delta]]]:
@@ -116,7 +116,7 @@ class HttpDoor:
         answers = Answers(self.engine)
         try:
             for one in admitted:
-                answers.submit(one)
+                answers.submit(one, bool(body.stream))
         except zmq.Again:
             answers.close()
             raise Refusal(503, "the scheduler is far behind") from None

@@ -82,6 +82,7 @@ class OpenRequest:
         stops: list[str],
         min_tokens: int,
         scores: TokenScores,
+        streams: bool = True,
     ):
         self.choices = choices
         self.index = index
@@ -90,6 +91,7 @@ class OpenRequest:
         self.stops = StopStrings(stops)
         self.min_tokens = min_tokens
         self.scores = scores
+        self.streams = streams  # else everything is wanted at once, at the end
         self.num_generated = 0
         self.text = ""
         self.token_ids: list[int] = []

@@ -3,8 +3,7 @@
 import asyncio
 import functools
 import logging
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import zmq
@@ -13,7 +12,7 @@ from frontend.admission import Admission
 from frontend.engine import EngineClient
 from frontend.outbox import Outbox
 from frontend.pump import Pump
-from frontend.request import Delta, Failure, join_deltas
+from frontend.request import Delta, Failure
 from protocol.address import DOOR_VERSION, MAX_DOOR_BYTES
 from protocol.messages import Cancel, Error, Generate, GetInfo, Info, KeepAlive, Output, Usage, decode_from_client
 from protocol.transport import DECODE_ERRORS
@@ -50,11 +49,9 @@ class ClientRequest:
 
     identity: bytes
     request_id: int
-    stream: bool
     handles: range = range(0)  # of its choices; none while its text is being tokenised
     tokenizing: asyncio.Task[None] | None = None
     seq: int = 0
-    deltas: defaultdict[int, list[Delta]] = field(default_factory=lambda: defaultdict(list))  # by choice, when it wants all at once
     verdict: Error | None = None  # its last message, when the door ends it
 
 
@@ -130,7 +127,7 @@ class ZmqDoor:
             self.num_refused += 1
             self.outbox.send(identity, Error(message.request_id, 409, f"request_id {message.request_id} is in use"))
             return
-        request = requests[message.request_id] = ClientRequest(identity, message.request_id, message.stream)
+        request = requests[message.request_id] = ClientRequest(identity, message.request_id)
         try:
             if not self.admission.needs_text(message):
                 self._submit(request, message, message.prompt_ids)
@@ -154,7 +151,7 @@ class ZmqDoor:
     def _submit(self, request: ClientRequest, message: Generate, prompt_ids: list[int]) -> None:
         admitted = self.admission.admit(prompt_ids, message.sampling, message.cache_salt, message.priority)
         try:
-            request.handles = self.engine.submit(admitted, functools.partial(self._on_news, request))
+            request.handles = self.engine.submit(admitted, functools.partial(self._on_news, request), message.stream)
         except zmq.Again:
             self._refuse(request, 503, "the scheduler is far behind")
 
@@ -186,11 +183,6 @@ class ZmqDoor:
         if isinstance(news, Failure):
             self._end(request, Error(request.request_id, news.code, news.message))
             return
-        if not request.stream:
-            request.deltas[news.index].append(news)
-            if news.finish_reason is None:
-                return
-            news = join_deltas(request.deltas.pop(news.index))
         output = Output(request.request_id, request.seq, *msgspec.structs.astuple(news))
         request.seq += 1
         if news.usage is not None:

@@ -95,6 +95,9 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         value = getattr(params, field)
         if value is not None and not low <= value <= high:  # written so that NaN fails too
             raise ValueError(f"{field} must be between {low} and {high}, got {value}")
+    for field in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, field) or 0) > vocab_size:
+            raise ValueError(f"{field} must be at most {vocab_size}, the size of the vocabulary, got {getattr(params, field)}")
     check_texts("stop", params.stop_strings, MAX_STOP_STRINGS, MAX_STOP_BYTES)
     _check_ids("stop_token_ids", params.stop_token_ids or [], MAX_STOP_TOKEN_IDS, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or [], vocab_size, vocab_size)

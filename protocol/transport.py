@@ -13,7 +13,7 @@ from protocol.messages import encode
 log = logging.getLogger(__name__)
 
 MAX_IPC_PATH = 107  # bytes in sockaddr_un, without the closing zero
-MAX_MESSAGE_BYTES = 64 << 20  # a step of 2**20 prompt tokens takes 4 MiB
+MAX_MESSAGE_BYTES = 256 << 20  # a step of 2**20 prompt tokens takes 4 MiB, and its result 168 MiB where all are scored
 # Messages waiting for one peer. Steps in flight bound the workers' channels; a frontend this far behind is broken.
 HIGH_WATER_MARK = 100_000
 

@@ -99,6 +99,21 @@ def test_nobody_pays_for_fields_that_are_not_asked_for():
     assert b"logprobs" not in encode(Generate(1, prompt_ids=[5]))
 
 
+def test_no_more_best_tokens_than_the_vocabulary_has_can_be_asked_for():
+    with pytest.raises(ValueError, match="logprobs must be at most 7, the size of the vocabulary, got 8"):
+        Admission(None, frozenset(), Limits(50, 7), None, seed=1).admit([5], SamplingParams(logprobs=8))
+
+
+def test_an_answer_that_is_wanted_whole_keeps_its_scores_packed_until_then():
+    told, scores = [], TokenScores(20, None, [1])
+    request = OpenRequest(Choices(range(1), 1, told.append), 0, frozenset(), None, [], 0, scores, streams=False)
+    for token in range(50):
+        request.accept(token, score_of(1))
+    assert all(type(data) is bytes for _, data in scores.new)
+    request.finish("length")
+    assert len(request.take_delta().logprobs) == 50 and scores.new == []
+
+
 def score_of(rank: int) -> bytes:
     words = np.full(NUM_WORDS, NO_ID, dtype="<i4")
     words[0], words[1] = rank, np.float32(-0.5).view(np.int32)
