@@ -2,6 +2,7 @@
 
 import msgspec
 
+from frontend.parts import join_parts
 from protocol.address import MAX_DOOR_BYTES
 from protocol.logprobs import TokenLogprob
 from protocol.messages import ChatMessage, ClientMessage, Error, FinishReason, Generate, Output, Usage, encode
@@ -97,11 +98,5 @@ def join_outputs(outputs: list[Output]) -> Completion:
 
 
 def _join_choice(outputs: list[Output]) -> Choice:
-    prompt_logprobs = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
-    return Choice(
-        "".join(output.text for output in outputs),
-        [token for output in outputs for token in output.token_ids],
-        outputs[-1].finish_reason,
-        None if outputs[-1].logprobs is None else [score for output in outputs for score in output.logprobs],
-        prompt_logprobs[0] if prompt_logprobs else None,
-    )
+    text, token_ids, logprobs, prompt_logprobs = join_parts(outputs)
+    return Choice(text, token_ids, outputs[-1].finish_reason, logprobs, prompt_logprobs)

@@ -14,6 +14,7 @@ from frontend.tokenizer import ModelTokenizer
 from protocol.messages import AbortRequests, AddRequest, GetStats, Refused, Stats, TokenBatch, pack, unpack
 from protocol.transport import Endpoint
 
+STATS_SECONDS = 2.0
 MAX_MESSAGES_PER_TURN = 64  # steps, when this process is that far behind; then clients have their turn
 
 
@@ -71,11 +72,14 @@ class EngineClient:
             self._send(AbortRequests(known))
 
     async def stats(self) -> Stats:
-        """A snapshot of the scheduler; callers that wait at the same time share one."""
+        """A snapshot of the scheduler; callers that wait at the same time share one. Raises TimeoutError with the text for a client."""
         if self.next_stats is None:
             self.next_stats = asyncio.get_running_loop().create_future()
             self._send(GetStats())
-        return await asyncio.shield(self.next_stats)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self.next_stats), STATS_SECONDS)
+        except TimeoutError:
+            raise TimeoutError(f"the scheduler has not answered for {STATS_SECONDS} s") from None
 
     def _send(self, message: AddRequest | AbortRequests | GetStats) -> None:
         self.endpoint.send(message)

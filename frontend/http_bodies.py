@@ -9,11 +9,6 @@ from protocol.sampling import SamplingParams
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 1024
-# Fields of the same name and meaning in SamplingParams.
-SAME = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "repetition_penalty",
-    "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens",
-)  # fmt: skip
 # Known, and to come: refused by name, since ignoring them would give another answer than was asked for.
 NOT_YET = (
     "tools", "tool_choice", "functions", "function_call", "response_format", "logprobs", "top_logprobs", "prompt_logprobs", "echo",
@@ -94,29 +89,28 @@ class ChatBody(Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: int | None = None
 
 
-_decode_completion = msgspec.json.Decoder(CompletionBody).decode
-_decode_chat = msgspec.json.Decoder(ChatBody).decode
+# Of the same name and meaning in SamplingParams; the routes name the length in ways of their own.
+SAME = [name for name in SamplingParams.__struct_fields__ if name in Body.__struct_fields__ and name != "max_tokens"]
 
 
 def read_completion(data: bytes) -> CompletionBody:
-    """Raises ValueError naming the field, for a body that is not one."""
-    _check_fields(data)
-    return _decode_completion(data)
+    """Raises ValueError or msgspec's DecodeError naming the field, for a body that is not one."""
+    return msgspec.convert(_fields(data), CompletionBody)
 
 
 def read_chat(data: bytes) -> ChatBody:
-    """Raises ValueError naming the field, for a body that is not one."""
-    _check_fields(data)
-    return _decode_chat(data)
+    """Raises ValueError or msgspec's DecodeError naming the field, for a body that is not one."""
+    return msgspec.convert(_fields(data), ChatBody)
 
 
-def _check_fields(data: bytes) -> None:
+def _fields(data: bytes) -> dict[str, object]:
     fields = msgspec.json.decode(data)
     if not isinstance(fields, dict):
         raise ValueError(f"the body must be a JSON object, got {type(fields).__name__}")
     for name in NOT_YET:
         if fields.get(name) not in (None, False):
             raise ValueError(f"{name} is not supported yet")
+    return fields
 
 
 def completion_requests(body: CompletionBody) -> list[Generate]:

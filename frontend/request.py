@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from frontend.detokenizer import Detokenizer
+from frontend.parts import join_parts
 from frontend.scores import TokenScores
 from frontend.stops import StopStrings
 from protocol.logprobs import TokenLogprob
@@ -25,17 +26,8 @@ class Delta(msgspec.Struct, frozen=True):
 
 def join_deltas(deltas: list[Delta]) -> Delta:
     """All that came for a choice, as if it had come at once."""
-    last = deltas[-1]
-    prompt_logprobs = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None]
-    return Delta(
-        "".join(delta.text for delta in deltas),
-        [token for delta in deltas for token in delta.token_ids],
-        last.finish_reason,
-        last.usage,
-        last.index,
-        None if last.logprobs is None else [score for delta in deltas for score in delta.logprobs],
-        prompt_logprobs[0] if prompt_logprobs else None,
-    )
+    last, (text, token_ids, *scores) = deltas[-1], join_parts(deltas)
+    return Delta(text, token_ids, last.finish_reason, last.usage, last.index, *scores)
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -23,7 +23,6 @@ CLIENT_HIGH_WATER_MARK = 1000  # messages queued in the socket for one client, e
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 6000
 HANDSHAKE_MS = 2000
 KEEP_ALIVE_SECONDS = 0.4  # a client that left without a word is noticed at the next send
-STATS_SECONDS = 2.0
 MAX_MESSAGES_PER_TURN = 64  # then outputs have their turn
 MAX_TOKENIZING = 1024  # texts waiting for the tokenizer; each may be as long as a frame
 
@@ -167,9 +166,9 @@ class ZmqDoor:
     async def _answer_info(self, identity: bytes) -> None:
         limits = self.admission.limits
         try:
-            stats = msgspec.structs.asdict(await asyncio.wait_for(self.engine.stats(), STATS_SECONDS))
-        except TimeoutError:
-            self.outbox.send(identity, Error(None, 503, f"the scheduler has not answered for {STATS_SECONDS} s"))
+            stats = msgspec.structs.asdict(await self.engine.stats())
+        except TimeoutError as error:
+            self.outbox.send(identity, Error(None, 503, str(error)))
             return
         stats["open_requests"] = sum(map(len, self.clients.values()))
         stats["num_malformed_client"] = self.num_malformed

@@ -51,8 +51,11 @@ class Plan:
     delta: StepDelta
     rows: np.ndarray
     generations: np.ndarray
-    num_prompt_tokens: int
     scores: PlannedScores
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(chunk.tokens) for chunk in self.delta.chunks) // 4
 
 
 class Scheduler:
@@ -122,8 +125,7 @@ class Scheduler:
         if request is None:
             return
         if request.row is not None:
-            self._publish(np.array([request.row]))
-            self._release(request.row)
+            self._release(np.array([request.row]))
         elif request.num_in_flight:
             self.draining.remove(request)
         else:
@@ -160,7 +162,7 @@ class Scheduler:
         self._advance(step, rows)
         delta = self.deltas.build(step.decode_rows, joins, grants, chunks, self.swap.take_planned())
         scores = PlannedScores(np.flatnonzero(table.is_scored_R[rows]).tolist(), parts)
-        plan = Plan(delta, rows, table.generation_R[rows], int(step.chunk_sizes.sum()), scores)
+        plan = Plan(delta, rows, table.generation_R[rows], scores)
         self.in_flight.append(plan)
         return plan
 
@@ -287,9 +289,11 @@ class Scheduler:
         Called for prompts as they are computed, and for what a request has generated when it loses its row: a conversation goes on
         after the answer. Doing it in every step took 0.14 of 0.34 ms with 1,024 rows.
         """
+        if len(rows) == 0:
+            return  # nobody loses a row: most steps
         rows, places = self.table.take_unpublished(rows)
         if len(rows) == 0:
-            return  # most steps of few rows
+            return  # no block has become full
         blocks_RB, contents = self.table.block_table_RB, self.table.contents(rows, places)
         blocks, parents = blocks_RB[rows, places], blocks_RB[rows, places - 1]
         parents[places == 0] = NO_BLOCK
@@ -301,8 +305,7 @@ class Scheduler:
         table = self.table
         generation, num_computed, blocks = int(table.generation_R[row]), int(table.num_computed_R[row]), table.blocks(row).copy()
         num_in_flight = int(table.num_planned_R[row] - table.num_known_R[row])
-        self._publish(np.array([row]))
-        request = self._release(row)
+        (request,) = self._release(np.array([row]))
         self.swap.save(request, blocks, num_computed)
         request.num_in_flight = num_in_flight
         self.num_preemptions += 1
@@ -311,10 +314,15 @@ class Scheduler:
         else:
             self.waiting.add(request)
 
-    def _release(self, row: int) -> Request:
-        request, blocks = self.table.release(row)
-        self.pool.give(blocks)
-        return request
+    def _release(self, rows: np.ndarray) -> list[Request]:
+        """Take rows and their blocks away, once what they have generated is indexed; returns their requests."""
+        self._publish(rows)
+        requests = []
+        for row in rows.tolist():
+            request, blocks = self.table.release(row)
+            self.pool.give(blocks)
+            requests.append(request)
+        return requests
 
     # ---- a step is confirmed --------------------------------------------------------------------------------------
 
@@ -354,16 +362,12 @@ class Scheduler:
         ended = (table.end_ids_ER[: table.num_end_ids].take(rows, axis=1) == tokens).any(axis=0)
         full = known + 1 >= table.limit_R[rows]
         broken = tokens == NO_TOKEN
-        kept, kept_tokens = rows, tokens
-        if broken.any():
-            ended &= ~broken  # NO_TOKEN equals NO_ID, the filler of an end-id line
-            kept, kept_tokens = rows[~broken], tokens[~broken]
-        arrivals = Arrivals(table.frontend_R[kept], table.handle_R[kept], kept_tokens, [], self.started)
+        ended &= ~broken  # NO_TOKEN equals NO_ID, the filler of an end-id line
+        kept = rows[~broken]
+        arrivals = Arrivals(table.frontend_R[kept], table.handle_R[kept], tokens[~broken], [], self.started)
         self.started = []
         ending = np.flatnonzero(ended | full | broken)
-        self._publish(rows[ending])
-        for i in ending.tolist():
-            request = self._release(int(rows[i]))
+        for i, request in zip(ending.tolist(), self._release(rows[ending]), strict=True):
             self._finish(request, "error" if broken[i] else "stop" if ended[i] else "length", arrivals)
         return arrivals
 

@@ -66,6 +66,17 @@ class StepBatch:
     is_decode: bool  # one token per row and padded to a bucket
 
 
+class StepSizes(NamedTuple):
+    """How many there are of each in a step."""
+
+    tokens: int
+    seqs: int
+    samples: int
+    controlled: int
+    scored: int
+    prompt_scored: int = 0
+
+
 class StepBuffers:
     """Storage of one StepBatch of at most max_tokens tokens of max_seqs sequences."""
 
@@ -84,7 +95,7 @@ class StepBuffers:
         self.prompt_scored_P, self.targets_P = buffer(max_tokens), buffer(max_tokens)
         self.scores_XW = torch.zeros(max_seqs + max_tokens, NUM_WORDS, dtype=torch.int32, device=device)
 
-    def view(self, sizes: "StepSizes", **facts: object) -> StepBatch:
+    def view(self, sizes: StepSizes, **facts: object) -> StepBatch:
         """The leading part of every buffer, with the host's own facts of the step."""
         T, S, N, C, L, P = sizes
         return StepBatch(
@@ -105,17 +116,6 @@ class StepBuffers:
 _TOKEN_FIELDS = ("rows_T", "known_tokens_T", "offsets_T", "token_ids_T", "positions_T", "slots_T", "prompt_lens_T")
 _SEQ_FIELDS = ("rows_S", "counts_S", "context_lens_S")
 _SAMPLE_FIELDS = ("sample_index_N", "sample_rows_N")
-
-
-class StepSizes(NamedTuple):
-    """How many there are of each in a step."""
-
-    tokens: int
-    seqs: int
-    samples: int
-    controlled: int
-    scored: int
-    prompt_scored: int = 0
 
 
 class PersistentBatch:

@@ -68,6 +68,7 @@ def _cpu_executor(config: EngineConfig, model: Model, sampled_vocab: int) -> Exe
 
 
 def _executor(batch: PersistentBatch, runner: Runner, num_blocks: int) -> Executor:
+    """With the time that a copy to host memory takes, where there is any."""
     if batch.swapper is None:
         return Executor(batch, runner, num_blocks)
     block_copy_s = batch.swapper.seconds_per_block()
