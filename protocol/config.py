@@ -20,7 +20,18 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_address: str  # ipc:// address of the ZMQ door
     epoch: int  # random per start; keeps messages of another start out
     host: str = "127.0.0.1"
-    port: int | None = None  # of the HTTP door; None: there is none
+    port: int | None = None  # of the HTTP door; 0: a free one, None: there is no HTTP door
+    uds: str | None = None  # path of a unix socket for HTTP, instead of host and port
+    frontend_workers: int = 1  # processes that serve clients
+    api_key_hashes: list[str] = []  # SHA-256, in hex, of the keys that HTTP clients must have one of; none: no key is needed
+    ignore_unknown_fields: bool = False  # of HTTP bodies, instead of refusing them by name
+    generation_config: Literal["auto", "none"] = "auto"  # whether the model's file of that name gives sampling defaults
+    chat_template: str | None = None  # the text of one, instead of the model's own
+    stream_interval: int = 1  # tokens of a stream's part, at least; the first and the last come at once
+    sse_keep_alive_interval: float = 15.0  # seconds without anything until a stream gets a comment
+    metrics_prefix: str = "stepahead"  # before the names of /metrics and a colon
+    shutdown_timeout: float = 30.0  # seconds that open requests have to end after a signal
+    watchdog_timeout: float = 60.0  # seconds that a step may take; after the kernels' first use
 
     executor: Executor = "transformer"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -65,7 +76,12 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "kv_cache_gib": (2**-20, 2**20),
     "gpu_memory_utilization": (0.01, 1.0),
     "swap_space": (0, 2**20),
-    "port": (1, 65535),
+    "port": (0, 65535),
+    "frontend_workers": (1, 64),
+    "stream_interval": (1, 1024),
+    "sse_keep_alive_interval": (0.1, 3600),
+    "shutdown_timeout": (0, 3600),
+    "watchdog_timeout": (1, 3600),
     "max_pipeline_depth": (1, 8),
     "max_queued_requests": (1, 2**20),
     "max_num_queued_tokens": (1, 2**40),
