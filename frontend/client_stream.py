@@ -2,7 +2,6 @@
 
 import msgspec
 
-from frontend.parts import join_parts
 from protocol.address import MAX_DOOR_BYTES
 from protocol.logprobs import TokenLogprob
 from protocol.messages import ChatMessage, ClientMessage, Error, FinishReason, Generate, Output, Usage, encode
@@ -98,5 +97,11 @@ def join_outputs(outputs: list[Output]) -> Completion:
 
 
 def _join_choice(outputs: list[Output]) -> Choice:
-    text, token_ids, logprobs, prompt_logprobs = join_parts(outputs)
-    return Choice(text, token_ids, outputs[-1].finish_reason, logprobs, prompt_logprobs)
+    last = outputs[-1]
+    return Choice(
+        text="".join(output.text for output in outputs),
+        token_ids=[token for output in outputs for token in output.token_ids],
+        finish_reason=last.finish_reason,
+        logprobs=None if last.logprobs is None else [score for output in outputs for score in output.logprobs],
+        prompt_logprobs=next((output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None), None),
+    )

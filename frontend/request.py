@@ -5,10 +5,8 @@ from collections.abc import Callable
 import msgspec
 
 from frontend.detokenizer import Detokenizer
-from frontend.parts import join_parts
-from frontend.scores import TokenScores
+from frontend.scores import PackedScores, TokenScores
 from frontend.stops import StopStrings
-from protocol.logprobs import TokenLogprob
 from protocol.messages import FinishReason, Usage
 
 
@@ -20,14 +18,22 @@ class Delta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     index: int = 0  # of the choice
-    logprobs: list[TokenLogprob] | None = None  # of token_ids, where asked for
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # of the whole prompt, once
+    scores: PackedScores | None = None  # of token_ids, where asked for
+    prompt_scores: PackedScores | None = None  # of the prompt but for its first token, once
 
 
 def join_deltas(deltas: list[Delta]) -> Delta:
     """All that came for a choice, as if it had come at once."""
-    last, (text, token_ids, *scores) = deltas[-1], join_parts(deltas)
-    return Delta(text, token_ids, last.finish_reason, last.usage, last.index, *scores)
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    return msgspec.structs.replace(
+        last,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        scores=None if last.scores is None else PackedScores.join([delta.scores for delta in deltas]),
+        prompt_scores=next((delta.prompt_scores for delta in deltas if delta.prompt_scores is not None), None),
+    )
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -116,8 +122,8 @@ class OpenRequest:
     def take_delta(self) -> Delta:
         """What came since the last call."""
         usage = None if self.finish_reason is None else self.choices.end(self.num_generated)
-        logprobs, prompt_logprobs = self.scores.take(has_tokens=bool(self.token_ids))
-        delta = Delta(self.text, self.token_ids, self.finish_reason, usage, self.index, logprobs, prompt_logprobs)
+        scores, prompt_scores = self.scores.take(has_tokens=bool(self.token_ids))
+        delta = Delta(self.text, self.token_ids, self.finish_reason, usage, self.index, scores, prompt_scores)
         self.text, self.token_ids = "", []
         return delta
 

@@ -182,7 +182,7 @@ class ZmqDoor:
         if isinstance(news, Failure):
             self._end(request, Error(request.request_id, news.code, news.message))
             return
-        output = Output(request.request_id, request.seq, *msgspec.structs.astuple(news))
+        output = _output(request, news)
         request.seq += 1
         if news.usage is not None:
             self._end(request, request.verdict or output)
@@ -238,6 +238,20 @@ class ZmqDoor:
         self.tasks.discard(task)
         if not task.cancelled():
             task.result()  # raises what nobody foresaw, for the loop's exception handler
+
+
+def _output(request: ClientRequest, delta: Delta) -> Output:
+    return Output(
+        request_id=request.request_id,
+        seq=request.seq,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        finish_reason=delta.finish_reason,
+        usage=delta.usage,
+        index=delta.index,
+        logprobs=None if delta.scores is None else delta.scores.read(),
+        prompt_logprobs=None if delta.prompt_scores is None else delta.prompt_scores.read_prompt(),
+    )
 
 
 def _find_request_id(payload: bytes) -> int | None:

@@ -13,7 +13,7 @@ from frontend.client import Client, EngineError
 from frontend.request import Choices, OpenRequest, join_deltas
 from frontend.scores import TokenScores
 from frontend.tokenizer import ModelTokenizer
-from protocol.logprobs import MAX_LOGPROBS, NO_ID, NUM_WORDS, TokenLogprob, read_score
+from protocol.logprobs import MAX_LOGPROBS, NO_ID, NUM_WORDS, SCORE_BYTES, TokenLogprob, read_score
 from protocol.messages import Generate, encode
 from protocol.sampling import SamplingParams
 from tests import tiny_tokenizers
@@ -109,9 +109,9 @@ def test_an_answer_that_is_wanted_whole_keeps_its_scores_packed_until_then():
     request = OpenRequest(Choices(range(1), 1, told.append), 0, frozenset(), None, [], 0, scores, streams=False)
     for token in range(50):
         request.accept(token, score_of(1))
-    assert all(type(data) is bytes for _, data in scores.new)
+    assert len(scores.data) == 50 * SCORE_BYTES
     request.finish("length")
-    assert len(request.take_delta().logprobs) == 50 and scores.new == []
+    assert len(request.take_delta().scores.read()) == 50 and not scores.data
 
 
 def score_of(rank: int) -> bytes:
@@ -136,7 +136,7 @@ def test_scores_stay_with_their_tokens_when_a_stop_string_ends_the_output():
             break
     whole = join_deltas(deltas)
     assert whole.text == "a " and whole.finish_reason == "stop"
-    assert [(score.token_id, score.rank) for score in whole.logprobs] == [(token, rank) for rank, token in enumerate(whole.token_ids)]
+    assert [(score.token_id, score.rank) for score in whole.scores.read()] == [(token, rank) for rank, token in enumerate(whole.token_ids)]
 
 
 def test_places_without_an_id_are_left_out():
