@@ -5,6 +5,7 @@ Exit codes: 0 after a signal, 1 when a process of the engine died, 2 when argume
 
 import argparse
 import os
+import resource
 import secrets
 import selectors
 import signal
@@ -13,20 +14,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
 import msgspec
 
-from protocol.address import default_client_address
+from protocol.address import default_client_address, door_address
 from protocol.config import EngineConfig, check_config, save_config
-from protocol.lifeline import Failed, Ready, decode_line, remove_leftovers
-from protocol.places import lock_address, make_run_dir
+from protocol.lifeline import DRAIN, Failed, Ready, decode_line, remove_leftovers
+from protocol.places import listen_http, lock_address, make_run_dir, with_listener
 from protocol.transport import check_ipc_address
 
 ROOT = Path(__file__).resolve().parent
 STOP_GRACE_S = 3.0  # a child that has not ended by then is killed
+DRAIN_GRACE_S = 2.0  # beyond --shutdown-timeout, for the last words
+MAX_OPEN_FILES = 65_536
 SMOLLM2 = "smollm2-135m"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
@@ -78,7 +82,11 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
     doors = parser.add_argument_group("doors")
     add(doors, "host", "--host", help="address for HTTP clients")
-    add(doors, "port", "--port", type=int, help="port for HTTP clients; default: no HTTP")
+    add(doors, "port", "--port", type=int, help="port for HTTP clients; 0: a free one")
+    add(doors, "uds", "--uds", type=os.path.abspath, help="unix socket for HTTP clients, instead of host and port")
+    add(doors, "frontend_workers", "--frontend-workers", type=int, help="processes that serve clients")
+    add(doors, "shutdown_timeout", "--shutdown-timeout", type=float, help="seconds for open requests to end after a signal")
+    add(doors, "watchdog_timeout", "--watchdog-timeout", type=float, help="seconds that a step may take")
     doors.add_argument("--zmq-listen", metavar="ipc://PATH", help=f"address for ZMQ clients; default: {default_client_address()}")
     add(doors, "trace_dir", "--trace", type=os.path.abspath, metavar="DIR", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -157,6 +165,7 @@ def make_config(arguments: argparse.Namespace, environment: dict[str, str]) -> E
         served_model_name=default_name if arguments.served_model_name is None else arguments.served_model_name,
     )
     check_config(config)
+    check_ipc_address(door_address(config.client_address, config.frontend_workers - 1))
     check_text("--model", config.model)
     check_text("--served-model-name", config.served_model_name)
     return config
@@ -186,11 +195,11 @@ def check_text(flag: str, text: str) -> None:
 class Child:
     """A process of the engine and this side of its lifeline."""
 
-    def __init__(self, name: str, module: str, config_file: Path, inherited: list[int]):
-        self.name = name
+    def __init__(self, role: str, index: int, config_file: Path, inherited: list[int]):
+        self.role, self.name = role, f"{role} {index}" if index else role
         self.socket, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, str(config_file), str(theirs.fileno())],
+            [sys.executable, "-m", f"{role}.main", str(config_file), str(theirs.fileno()), str(index)],
             pass_fds=[theirs.fileno(), *inherited],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
@@ -215,6 +224,11 @@ class Child:
             self.failure = message if isinstance(message, Failed) else self.failure
         return bool(data)
 
+    def ask_to_drain(self) -> None:
+        """Let it end once its work is done."""
+        with suppress(OSError):  # gone already
+            self.socket.sendall(DRAIN)
+
     def fault(self) -> Failed:
         """Why the child ended. Any end that was not asked for is a fault, exit code 0 included."""
         if self.failure is not None:
@@ -227,25 +241,23 @@ class Child:
 class Supervisor:
     """Starts the children, waits for readiness, a signal or a death, and stops everything."""
 
-    def __init__(self, config: EngineConfig, lock_fds: list[int], signals: socket.socket):
-        """`signals` becomes readable with a signal: see `catch_signals`."""
+    def __init__(self, config: EngineConfig, inherited: list[int], signals: socket.socket):
+        """`inherited` are descriptors for the frontends; `signals` becomes readable with a signal: see `catch_signals`."""
         self.config = config
         self.selector = selectors.DefaultSelector()
         self.signals = signals
         self.selector.register(signals, selectors.EVENT_READ)
         config_file = save_config(config)
-        # The worker first: it takes longest. The frontend inherits the address lock, since it holds the socket.
-        self.children = [
-            Child("worker", "worker.main", config_file, []),
-            Child("scheduler", "scheduler.main", config_file, []),
-            Child("frontend", "frontend.main", config_file, lock_fds),
-        ]
+        # The workers first: they take longest. The frontends inherit the address lock, since they hold the sockets.
+        self.children = [Child("worker", rank, config_file, []) for rank in range(config.tensor_parallel_size)]
+        self.children.append(Child("scheduler", 0, config_file, []))
+        self.children += [Child("frontend", index, config_file, inherited) for index in range(config.frontend_workers)]
         for child in self.children:
             self.selector.register(child.socket, selectors.EVENT_READ, child)
 
     def run(self) -> int:
         """Serve; returns the exit code."""
-        fault = self._watch()
+        fault = self._watch() or self._drain_frontends()
         if fault is not None:
             say(f"stepahead: {fault.reason}", sys.stderr)
         self._stop()
@@ -263,8 +275,26 @@ class Supervisor:
                     return child.fault()
             if not said_ready and all(child.is_ready for child in self.children):
                 said_ready = True
-                http = "" if self.config.port is None else f" and http://{self.config.host}:{self.config.port}"
-                say(f"ready: {self.config.served_model_name} at {self.config.client_address}{http}", sys.stdout)
+                say(f"ready: {self.config.served_model_name} at {self.config.client_address}{http_address(self.config)}", sys.stdout)
+
+    def _drain_frontends(self) -> Failed | None:
+        """Let the open requests end, within the time that is given for it; a second signal ends the waiting. Returns a fault."""
+        left = [child for child in self.children if child.role == "frontend" and child.is_ready]
+        for child in left:
+            child.ask_to_drain()
+        deadline = time.monotonic() + self.config.shutdown_timeout + DRAIN_GRACE_S
+        _drain(self.signals)
+        while left and (seconds := deadline - time.monotonic()) > 0 and self.config.shutdown_timeout:
+            for key, _ in self.selector.select(seconds):
+                child = key.data
+                if child is None:
+                    return None
+                if not child.receive():
+                    self.selector.unregister(child.socket)
+                    if child not in left or child.process.wait() != 0:
+                        return child.fault()
+                    left.remove(child)
+        return None
 
     def _stop(self) -> None:
         """Cut the lifelines, wait, kill what is left. A second signal ends the waiting."""
@@ -302,6 +332,22 @@ def catch_signals() -> tuple[socket.socket, socket.socket]:
     return signals, wakeup
 
 
+def http_address(config: EngineConfig) -> str:
+    """Of the HTTP door, for the ready line."""
+    if config.uds is not None:
+        return f" and http+unix://{config.uds}"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return "" if config.port is None else f" and http://{host}:{config.port}"
+
+
+def raise_open_files() -> None:
+    """As many open files as may be, for the connections of many clients; the children inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, MAX_OPEN_FILES) if hard != resource.RLIM_INFINITY else MAX_OPEN_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def open_standard_streams() -> None:
     """Have 0, 1 and 2 open: else a lock or a lifeline could get one of these numbers, and a child would write into it."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -327,14 +373,17 @@ def main(arguments: list[str]) -> int:
         config = make_config(parse_arguments(arguments), dict(os.environ))
         signals = catch_signals()  # not before, since a download should end at once
         address_lock = lock_address(config.client_address)
+        listener = listen_http(config)
         run_dir, run_lock = make_run_dir()
+        raise_open_files()
     except (ValueError, OSError) as error:
         say(f"stepahead: {' '.join(str(error).split())}", sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 0
-    config = msgspec.structs.replace(config, run_dir=str(run_dir))
-    return Supervisor(config, [address_lock, run_lock], signals[0]).run()
+    config = with_listener(msgspec.structs.replace(config, run_dir=str(run_dir)), listener)
+    inherited = [address_lock, run_lock, *([] if listener is None else [listener.fileno()])]
+    return Supervisor(config, inherited, signals[0]).run()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from frontend.controls import resolve_controls
+from frontend.sampling_defaults import SamplingDefaults
 from frontend.tokenizer import ModelTokenizer
 from protocol.controls import RowControls
 from protocol.messages import MAX_PRIORITY, MIN_PRIORITY, ChatMessage, Generate
@@ -39,6 +40,8 @@ class Admitted(msgspec.Struct, frozen=True):
     controls: RowControls | None = None
     num_logprobs: int | None = None  # None: no scores
     num_prompt_logprobs: int | None = None
+    skips_special: bool = True
+    shows_stop: bool = False
 
 
 class Admission:
@@ -52,12 +55,14 @@ class Admission:
         threads: ThreadPoolExecutor,
         seed: int | None,
         takes_priority: bool = False,
+        defaults: SamplingDefaults = SamplingDefaults(),
     ):
         self.tokenizer = tokenizer
         self.model_end_ids = model_end_ids
         self.limits = limits
         self.threads = threads
         self.takes_priority = takes_priority
+        self.defaults = defaults
         self.random = secrets.SystemRandom() if seed is None else random.Random(seed)
 
     def needs_text(self, request: Generate) -> bool:
@@ -74,14 +79,28 @@ class Admission:
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer; send prompt_ids")
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.threads, self._tokenize, request.prompt, request.messages)
+        return await loop.run_in_executor(self.threads, self._tokenize, request)
 
-    def admit(self, prompt_ids: list[int], params: SamplingParams, cache_salt: str | None = None, priority: int = 0) -> Admitted:
-        """Check ids and parameters against the limits and resolve the rest."""
+    def text_of(self, token_ids: list[int]) -> str:
+        """The text of ids, special ones included. Raises ValueError for ids that do not exist, and without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer")
+        if len(token_ids) > MAX_CHARS_PER_TOKEN * self.limits.max_model_len:
+            raise ValueError(f"tokens may have at most {MAX_CHARS_PER_TOKEN * self.limits.max_model_len} ids, got {len(token_ids)}")
+        for token in {min(token_ids, default=0), max(token_ids, default=0)}:
+            if not 0 <= token < self.limits.vocab_size:
+                raise ValueError(f"tokens must hold ids between 0 and {self.limits.vocab_size - 1}, got {token}")
+        return self.tokenizer.decode(token_ids, skips_special=False)
+
+    def admit(
+        self, prompt_ids: list[int], params: SamplingParams, cache_salt: str | None = None, priority: int = 0, scope: bytes = b""
+    ) -> Admitted:
+        """Check ids and parameters against the limits and resolve the rest. Requests of different scopes share no prefixes."""
         salt = (cache_salt or "").encode("utf-8", "surrogatepass")
         if len(salt) > MAX_SALT_BYTES:
             raise ValueError(f"cache_salt may have at most {MAX_SALT_BYTES} bytes, got {len(salt)}")
         self._check_priority(priority)
+        params = self.defaults.fill(params)
         check_sampling(params, self.limits.vocab_size)
         self._check_prompt(prompt_ids)
         room = self.limits.max_model_len - len(prompt_ids)
@@ -96,22 +115,24 @@ class Admission:
             end_ids=end_ids,
             stops=params.stop_strings,
             sampling=sampling,
-            salt=salt,
+            salt=scope + salt,
             priority=priority,
             more_seeds=[choice_seed(sampling.seed, index) for index in range(1, params.n or 1)],
             controls=resolve_controls(params, sampling, end_ids, self.tokenizer, self.limits.vocab_size),
             num_logprobs=params.logprobs,
             num_prompt_logprobs=params.prompt_logprobs,
+            skips_special=params.skip_special_tokens,
+            shows_stop=params.include_stop_str_in_output,
         )
 
-    def _tokenize(self, prompt: str | None, messages: list[ChatMessage] | None) -> list[int]:
-        if messages is None:
-            self._check_size("prompt", len(prompt))
-            return self.tokenizer.encode(prompt)
-        self._check_size("messages", sum(len(message.content) for message in messages))
-        text = self.tokenizer.render([msgspec.to_builtins(message) for message in messages])
+    def _tokenize(self, request: Generate) -> list[int]:
+        if request.messages is None:
+            self._check_size("prompt", len(request.prompt))
+            return self.tokenizer.encode(request.prompt, request.add_special_tokens)
+        self._check_size("messages", sum(len(message.content) for message in request.messages))
+        text = self.tokenizer.render([_named(message) for message in request.messages])
         self._check_size("messages, as the chat template renders them,", len(text))
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, request.add_special_tokens)
 
     def _check_size(self, what: str, num_chars: int) -> None:
         most = self.limits.max_model_len * MAX_CHARS_PER_TOKEN
@@ -142,3 +163,7 @@ class Admission:
         special_ids = {} if self.tokenizer is None else self.tokenizer.special_ids
         by_text = {special_ids[stop] for stop in params.stop_strings if stop in special_ids}
         return frozenset(params.stop_token_ids or ()) | by_text | (frozenset() if params.ignore_eos else self.model_end_ids)
+
+
+def _named(message: ChatMessage) -> dict[str, str]:
+    return {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}

@@ -33,7 +33,7 @@ from frontend.client_stream import (
     is_last,
     join_outputs,
 )
-from protocol.address import DOOR_VERSION, default_client_address
+from protocol.address import DOOR_VERSION, default_client_address, pick_door
 from protocol.messages import Cancel, Error, GetInfo, Info, KeepAlive, Output, decode_to_client
 from protocol.transport import DECODE_ERRORS
 
@@ -56,7 +56,7 @@ class Client:
         self.timeout = timeout
         self.connect_timeout = connect_timeout
         self.context = zmq.Context()
-        self.socket = _open_socket(self.context, self.address)
+        self.socket = _open_socket(self.context, pick_door(self.address))
         self.request_ids = itertools.count()
         self.replies: dict[int, deque[Output | Error]] = {}  # of open requests, not yet read by their generators
         self.infos: deque[Info | Error] = deque()
@@ -166,7 +166,7 @@ class AsyncClient:
 
     async def __aenter__(self) -> "AsyncClient":
         self.context = zmq.asyncio.Context()
-        self.socket = _open_socket(self.context, self.address)
+        self.socket = _open_socket(self.context, pick_door(self.address))
         self.last_heard = inf  # an engine that is still loading says nothing
         self.tasks = [asyncio.create_task(work) for work in (self._read(), self._watch())]
         try:

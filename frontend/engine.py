@@ -2,20 +2,27 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterable
 
 import numpy as np
+import zmq
 
 from frontend.admission import Admitted
+from frontend.metrics import RequestMetrics
 from frontend.pump import Pump
-from frontend.request import Choices, Failure, Listener, OpenRequest
+from frontend.request import Choices, Failure, Listener, OpenRequest, Times
 from frontend.scores import TokenScores
 from frontend.tokenizer import ModelTokenizer
-from protocol.messages import AbortRequests, AddRequest, GetStats, Refused, Stats, TokenBatch, pack, unpack
+from protocol.messages import AbortRequests, AddRequest, Finished, FrontendReport, GetStats, Refused, Snapshot, TokenBatch, pack, unpack
 from protocol.transport import Endpoint
 
 STATS_SECONDS = 2.0
 MAX_MESSAGES_PER_TURN = 64  # steps, when this process is that far behind; then clients have their turn
+
+
+class Unavailable(Exception):
+    """No request can be taken now; the text is for the client, as a 503."""
 
 
 class EngineClient:
@@ -30,14 +37,19 @@ class EngineClient:
         self.tokenizer = tokenizer
         self.open: dict[int, OpenRequest] = {}
         self.next_handle = 1
-        self.next_stats: asyncio.Future[Stats] | None = None
+        self.next_snapshot: asyncio.Future[Snapshot] | None = None
+        self.metrics = RequestMetrics()
+        self.closing: str | None = None  # why no request is taken any more
         self.pump = Pump(endpoint.socket, self._receive)
 
-    def submit(self, request: Admitted, listener: Listener, streams: bool = True) -> range:
+    def submit(self, request: Admitted, listener: Listener, streams: bool = True, arrived: float | None = None) -> range:
         """Hand a request to the scheduler; without `streams` its listener hears of each choice once, when it ends.
 
-        Returns its choices' handles, for `abort`. Raises zmq.Again when the scheduler is far behind.
+        `arrived` is when the door got it, by the monotonic clock. Returns its choices' handles, for `abort`. Raises Unavailable.
         """
+        if self.closing is not None:
+            raise Unavailable(self.closing)
+        now = time.monotonic()
         handles = range(self.next_handle, self.next_handle + 1 + len(request.more_seeds))
         self._send(
             AddRequest(
@@ -58,9 +70,12 @@ class EngineClient:
         self.next_handle = handles.stop
         choices, min_tokens = Choices(handles, len(request.prompt_ids), listener), request.sampling.min_tokens
         for index, handle in enumerate(handles):
-            detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(request.prompt_ids)
+            detokenizer = None if self.tokenizer is None else self.tokenizer.detokenizer(request.prompt_ids, request.skips_special)
             scores = TokenScores(request.num_logprobs, None if index else request.num_prompt_logprobs, request.prompt_ids)
-            self.open[handle] = OpenRequest(choices, index, request.end_ids, detokenizer, request.stops, min_tokens, scores, streams)
+            self.open[handle] = OpenRequest(
+                choices, index, request.end_ids, detokenizer, request.stops, min_tokens, scores, streams, request.shows_stop,
+                Times(now if arrived is None else arrived, now),
+            )  # fmt: skip
         return handles
 
     def abort(self, handles: Iterable[int]) -> None:
@@ -71,43 +86,63 @@ class EngineClient:
         if known:
             self._send(AbortRequests(known))
 
-    async def stats(self) -> Stats:
-        """A snapshot of the scheduler; callers that wait at the same time share one. Raises TimeoutError with the text for a client."""
-        if self.next_stats is None:
-            self.next_stats = asyncio.get_running_loop().create_future()
+    def end_all(self, reason: str) -> None:
+        """Take no more requests, and end the open ones with a Failure 503."""
+        self.closing = reason
+        for handle in list(self.open):
+            self._fail(handle, Failure(503, reason))
+
+    def send_report(self) -> None:
+        """Let the scheduler have what was counted here, for the other frontends' metrics pages."""
+        self._send(self.metrics.report())
+
+    async def snapshot(self) -> Snapshot:
+        """Of the scheduler; callers that wait at the same time share one. Raises TimeoutError with the text for a client."""
+        if self.next_snapshot is None:
+            self.next_snapshot = asyncio.get_running_loop().create_future()
             self._send(GetStats())
         try:
-            return await asyncio.wait_for(asyncio.shield(self.next_stats), STATS_SECONDS)
+            return await asyncio.wait_for(asyncio.shield(self.next_snapshot), STATS_SECONDS)
         except TimeoutError:
             raise TimeoutError(f"the scheduler has not answered for {STATS_SECONDS} s") from None
 
-    def _send(self, message: AddRequest | AbortRequests | GetStats) -> None:
-        self.endpoint.send(message)
+    def _send(self, message: AddRequest | AbortRequests | GetStats | FrontendReport) -> None:
+        try:
+            self.endpoint.send(message)
+        except zmq.Again:
+            raise Unavailable("the scheduler is far behind") from None
         self.pump.poke()
 
     def _receive(self) -> None:
         """Take what has arrived, then tell each request's listener once."""
         touched: dict[int, OpenRequest] = {}
-        finished: dict[int, str] = {}
+        finished: dict[int, Finished] = {}
         for message in itertools.islice(self.endpoint.drain(), MAX_MESSAGES_PER_TURN):
             match message:
                 case TokenBatch():
                     self._take_tokens(message, touched)
-                    finished.update((last.handle, last.reason) for last in message.finished)
+                    finished.update((last.handle, last) for last in message.finished)
                 case Refused(handle, code, text):
                     self._fail(handle, Failure(code, text))
-                case Stats():
-                    self._take_stats(message)
-        for handle, reason in finished.items():
+                case Snapshot():
+                    self._take_snapshot(message)
+        now = time.monotonic()
+        for request in touched.values():
+            self.metrics.tokens(request, now)
+        for handle, last in finished.items():
             touched.pop(handle, None)
             if handle in self.open:
-                self._close(handle, reason)
+                self.open[handle].times.num_preemptions = last.num_preemptions
+                self._close(handle, last.reason)
         self._tell(touched)
 
     def _take_tokens(self, batch: TokenBatch, touched: dict[int, OpenRequest]) -> None:
         for started in batch.started:
             request = self.open.get(started.handle)
-            if request is not None and request.index == 0:
+            if request is None:
+                continue
+            request.times.started = request.times.submitted + started.waited_s
+            if request.index == 0:
                 request.choices.num_cached = started.num_cached
         scores: dict[int, bytes] = {}
         for scored in batch.scores:
@@ -125,21 +160,22 @@ class EngineClient:
     def _tell(self, touched: dict[int, OpenRequest]) -> None:
         stopped = [handle for handle, request in touched.items() if request.finish_reason is not None]
         for handle in stopped:
-            del self.open[handle]
+            self.metrics.end(self.open.pop(handle), time.monotonic())
         if stopped:  # by a stop string, of which the scheduler knows nothing
             self._send(AbortRequests(stopped))
         for request in touched.values():
             if request.streams or request.finish_reason is not None:
                 request.choices.listener(request.take_delta())
 
-    def _take_stats(self, stats: Stats) -> None:
-        if self.next_stats is not None:
-            self.next_stats.set_result(stats)
-            self.next_stats = None
+    def _take_snapshot(self, snapshot: Snapshot) -> None:
+        if self.next_snapshot is not None:
+            self.next_snapshot.set_result(snapshot)
+            self.next_snapshot = None
 
     def _close(self, handle: int, reason: str) -> None:
         request = self.open.pop(handle)
         request.finish(reason)
+        self.metrics.end(request, time.monotonic())
         request.choices.listener(request.take_delta())
 
     def _fail(self, handle: int, failure: Failure) -> None:

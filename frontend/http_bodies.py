@@ -1,6 +1,6 @@
 """Bodies of the OpenAI-compatible routes, strictly typed, and what they ask of the engine. No sockets here."""
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -9,11 +9,17 @@ from protocol.sampling import SamplingParams
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 1024
-# Known, and to come: refused by name, since ignoring them would give another answer than was asked for.
-NOT_YET = (
-    "tools", "tool_choice", "functions", "function_call", "response_format", "logprobs", "top_logprobs", "prompt_logprobs", "echo",
-    "suffix", "best_of", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "modalities", "audio",
-)  # fmt: skip
+# Known, and not here yet: refused by name, since ignoring them would give another answer than was asked for. The values beside them ask
+# for nothing, and neither does null.
+NOT_YET: dict[str, tuple[object, ...]] = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "structured_outputs": (), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1.0,),
+    "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (), "prompt_embeds": (), "chat_template": (),
+    "chat_template_kwargs": ({},), "documents": ([],), "add_generation_prompt": (True,), "continue_final_message": (False,),
+}  # fmt: skip
+
+Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,6 +27,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None  # a last chunk with the usage
     continuous_usage_stats: bool | None = None  # usage in every chunk
+    include_obfuscation: bool | None = None  # without effect: nothing is padded
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,11 +38,16 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BodyMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn of a conversation."""
+    """One turn of a conversation. Clients send an answer back as they got it: its empty fields are accepted."""
 
     role: str
     content: str | list[TextPart] | None = None
     name: str | None = None
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    audio: None = None
+    annotations: list[None] | None = None
 
 
 class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -53,7 +65,10 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -61,6 +76,7 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     min_tokens: int | None = None
+    prompt_logprobs: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
@@ -71,6 +87,7 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
     parallel_tool_calls: Any = None
     reasoning_effort: Any = None
     verbosity: Any = None
@@ -80,6 +97,8 @@ class CompletionBody(Body, frozen=True, forbid_unknown_fields=True, kw_only=True
     """POST /v1/completions: a text, token ids, or several of either."""
 
     prompt: str | list[str | int | list[int]]  # of one kind only: checked later, since msgspec tells no lists apart
+    logprobs: int | None = None  # of each token, beside those of so many best ones
+    echo: bool | None = None  # the prompt before the answer, with its scores where there are any
 
 
 class ChatBody(Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -87,30 +106,44 @@ class ChatBody(Body, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     messages: list[BodyMessage]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
-# Of the same name and meaning in SamplingParams; the routes name the length in ways of their own.
-SAME = [name for name in SamplingParams.__struct_fields__ if name in Body.__struct_fields__ and name != "max_tokens"]
+class TokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[BodyMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
-def read_completion(data: bytes) -> CompletionBody:
+class DetokenizeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+# Of the same name and meaning in SamplingParams; the routes name the length and the scores in ways of their own.
+OWN_WAY = ("max_tokens", "logprobs", "prompt_logprobs")
+SAME = [name for name in SamplingParams.__struct_fields__ if name in Body.__struct_fields__ and name not in OWN_WAY]
+
+
+def read_body(data: bytes, kind: type[Kind], ignores_unknown: bool = False) -> Kind:
     """Raises ValueError or msgspec's DecodeError naming the field, for a body that is not one."""
-    return msgspec.convert(_fields(data), CompletionBody)
-
-
-def read_chat(data: bytes) -> ChatBody:
-    """Raises ValueError or msgspec's DecodeError naming the field, for a body that is not one."""
-    return msgspec.convert(_fields(data), ChatBody)
-
-
-def _fields(data: bytes) -> dict[str, object]:
     fields = msgspec.json.decode(data)
     if not isinstance(fields, dict):
         raise ValueError(f"the body must be a JSON object, got {type(fields).__name__}")
-    for name in NOT_YET:
-        if fields.get(name) not in (None, False):
+    for name, harmless in NOT_YET.items():
+        value = fields.pop(name, None)
+        if value is not None and value not in harmless:
             raise ValueError(f"{name} is not supported yet")
-    return fields
+    if ignores_unknown:
+        fields = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
+    return msgspec.convert(fields, kind)
 
 
 def completion_requests(body: CompletionBody) -> list[Generate]:
@@ -120,8 +153,15 @@ def completion_requests(body: CompletionBody) -> list[Generate]:
         prompts = [prompts]
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise ValueError(f"prompt takes 1 to {MAX_PROMPTS} prompts, got {len(prompts)}")
-    params = _sampling(body, body.max_tokens)
+    scored = [num for num in (body.prompt_logprobs, body.logprobs if body.echo else None) if num is not None]
+    max_tokens = 1 if scores_only(body) else body.max_tokens
+    params = _sampling(body, max_tokens, body.logprobs, max(scored, default=None))
     return [_request(body, params, **_prompt(prompt)) for prompt in prompts]
+
+
+def scores_only(body: Body) -> bool:
+    """Whether the prompt is to be run and nothing generated: one token is, since a prompt cannot be run without, and is dropped."""
+    return isinstance(body, CompletionBody) and bool(body.echo) and body.max_tokens == 0
 
 
 def _prompt(prompt: object) -> dict[str, object]:
@@ -134,13 +174,20 @@ def _prompt(prompt: object) -> dict[str, object]:
 
 def chat_request(body: ChatBody) -> Generate:
     """The one request. Raises ValueError for what the engine cannot be asked."""
-    if not 1 <= len(body.messages) <= MAX_MESSAGES:
-        raise ValueError(f"messages takes 1 to {MAX_MESSAGES} messages, got {len(body.messages)}")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ValueError(f"max_tokens {body.max_tokens} and max_completion_tokens {body.max_completion_tokens} differ: give one")
-    messages = [ChatMessage(message.role, _text(message.content)) for message in body.messages]
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ValueError(f"top_logprobs must be left out unless logprobs is true, got {body.top_logprobs}")
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    return _request(body, _sampling(body, most), messages=messages)
+    params = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
+    return _request(body, params, messages=chat_messages(body.messages))
+
+
+def chat_messages(messages: list[BodyMessage]) -> list[ChatMessage]:
+    """A conversation's turns, their parts joined. Raises ValueError when there are none or too many."""
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise ValueError(f"messages takes 1 to {MAX_MESSAGES} messages, got {len(messages)}")
+    return [ChatMessage(message.role, _text(message.content), message.name) for message in messages]
 
 
 def _text(content: str | list[TextPart] | None) -> str:
@@ -149,12 +196,21 @@ def _text(content: str | list[TextPart] | None) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _sampling(body: Body, max_tokens: int | None) -> SamplingParams:
+def _sampling(body: Body, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
-    return SamplingParams(max_tokens=max_tokens, **given)
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
 
 
 def _request(body: Body, params: SamplingParams, **prompt: object) -> Generate:
     if body.stream_options is not None and not body.stream:
         raise ValueError("stream_options is for streams only")
-    return Generate(0, sampling=params, cache_salt=body.cache_salt, priority=body.priority or 0, **prompt)
+    if body.stream and body.prompt_logprobs is not None:
+        raise ValueError("prompt_logprobs must be left out of streams")
+    return Generate(
+        0,
+        sampling=params,
+        cache_salt=body.cache_salt,
+        priority=body.priority or 0,
+        add_special_tokens=body.add_special_tokens is not False,
+        **prompt,
+    )

@@ -1,145 +1,109 @@
 """The OpenAI-compatible HTTP door: a thin skin over the engine client, like the ZMQ door."""
 
 import asyncio
-import itertools
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from uuid import uuid4
 
 import msgspec
-import zmq
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from frontend.admission import Admission, Admitted
-from frontend.engine import EngineClient
-from frontend.http_bodies import Body, chat_request, completion_requests, read_chat, read_completion
-from frontend.http_replies import DONE, KEEP_ALIVE, Replies, error_body, event, total_usage, usage_body
-from frontend.request import Delta, Failure, join_deltas
-from protocol.messages import Generate, Usage
+from frontend.engine import EngineClient, Unavailable
+from frontend.http_answers import Answers, Refusal
+from frontend.http_bodies import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    chat_messages,
+    chat_request,
+    completion_requests,
+    read_body,
+)
+from frontend.http_keys import KeyGate
+from frontend.http_replies import DONE, KEEP_ALIVE, Prompt, Replies, error_body, event, usage_body
+from frontend.metrics import add_up
+from frontend.metrics_page import render
+from protocol.config import EngineConfig
+from protocol.messages import Generate, Snapshot, Usage
 
 MAX_BODY_BYTES = 8 << 20
-KEEP_ALIVE_SECONDS = 15.0
+MAX_REQUEST_ID = 128  # characters of X-Request-Id
+REFUSED_SECONDS = 0.1  # a request that the scheduler refuses is refused by then, and gets a status instead of a stream
 RETRY_SECONDS = 1  # what a client that is refused for load should wait
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 VERSION = "0.1.0"
 
 
-class Refusal(Exception):
-    """A request that ends with an error before any output."""
-
-    def __init__(self, code: int, message: str):
-        super().__init__(message)
-        self.code, self.message = code, message
-
-
-class Answers:
-    """What comes for the prompts of one HTTP request, until it is read.
-
-    Deltas of a choice that is not read are joined, so a slow reader holds its own output and no more. Closing aborts what is open.
-    """
-
-    def __init__(self, engine: EngineClient):
-        self.engine = engine
-        self.handles: list[range] = []
-        self.num_prompts: list[int] = []  # tokens of each
-        self.news: dict[int, list[Delta]] = {}  # by the choice's index in the answer
-        self.usages: list[Usage] = []
-        self.failure: Failure | None = None
-        self.arrived = asyncio.Event()
-
-    def submit(self, request: Admitted, streams: bool) -> None:
-        """Hand one prompt to the engine; its choices come after those of the prompts before."""
-        first = sum(map(len, self.handles))
-
-        def listen(news: Delta | Failure) -> None:
-            if isinstance(news, Failure):
-                self.failure = news
-            else:
-                self.news.setdefault(first + news.index, []).append(news)
-                self.usages += [] if news.usage is None else [news.usage]
-            self.arrived.set()
-
-        self.handles.append(self.engine.submit(request, listen, streams))
-        self.num_prompts.append(len(request.prompt_ids))
-
-    async def read(self, timeout_s: float | None = None) -> AsyncIterator[list[tuple[int, Delta]]]:
-        """What has come, joined by choice, until the last usage; an empty list after so long without anything. Raises Refusal."""
-        while True:
-            try:
-                await asyncio.wait_for(self.arrived.wait(), timeout_s)
-            except TimeoutError:
-                yield []
-                continue
-            self.arrived.clear()
-            news, self.news = self.news, {}
-            if news:
-                yield [(index, join_deltas(deltas)) for index, deltas in sorted(news.items())]
-            if self.failure is not None:
-                raise Refusal(self.failure.code, self.failure.message)
-            if len(self.usages) == len(self.handles) and not self.news:
-                return
-
-    def close(self) -> None:
-        """Abort what has not ended. Harmless when everything has."""
-        self.engine.abort(itertools.chain.from_iterable(self.handles))
-
-
 class HttpDoor:
     """The handlers of the routes."""
 
-    def __init__(self, engine: EngineClient, admission: Admission, model: str):
-        self.engine, self.admission, self.model = engine, admission, model
+    def __init__(self, engine: EngineClient, admission: Admission, config: EngineConfig):
+        self.engine, self.admission, self.config = engine, admission, config
+        self.model = config.served_model_name
+        self.tokenizer = engine.tokenizer
 
     # ---- completions ----------------------------------------------------------------------------------------------
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions"""
-        body = read_completion(await _read_body(request))
-        return await self._answer(request, body, completion_requests(body), is_chat=False)
+        body = await self._read(request, CompletionBody)
+        return await self._answer(request, body, completion_requests(body))
 
     async def chat_completions(self, request: Request) -> Response:
         """POST /v1/chat/completions"""
-        body = read_chat(await _read_body(request))
-        return await self._answer(request, body, [chat_request(body)], is_chat=True)
+        body = await self._read(request, ChatBody)
+        return await self._answer(request, body, [chat_request(body)])
 
-    async def _answer(self, request: Request, body: Body, wanted: list[Generate], is_chat: bool) -> Response:
-        if body.model is not None:
-            self._check_model(body.model)
-        admitted = [await self._admit(generate) for generate in wanted]
-        request_id = request.headers.get("x-request-id") or uuid4().hex
-        replies = Replies(is_chat, request_id, self.model, bool(body.return_token_ids))
-        answers = Answers(self.engine)
+    async def _answer(self, request: Request, body: Body, wanted: list[Generate]) -> Response:
+        answers = Answers(self.engine, time.monotonic())
+        request_id = _request_id(request)
+        admitted = [await self._admit(generate, request.scope["key_hash"]) for generate in wanted]
+        prompts = [Prompt(one.prompt_ids, self._prompt_text(body, generate)) for one, generate in zip(admitted, wanted)]
+        replies = Replies(body, prompts, request_id, self.model, self.tokenizer)
         try:
             for one in admitted:
                 answers.submit(one, bool(body.stream))
-        except zmq.Again:
+        except Unavailable as error:
             answers.close()
-            raise Refusal(503, "the scheduler is far behind") from None
+            raise Refusal(503, str(error)) from None
         headers = {"X-Request-Id": request_id}
         if body.stream:
+            await answers.heard(REFUSED_SECONDS)
             events = self._events(answers, replies, body)
             return StreamingResponse(events, media_type="text/event-stream", headers=headers | STREAM_HEADERS)
         return _json(await self._whole(request, answers, replies), headers=headers)
 
-    async def _admit(self, generate: Generate) -> Admitted:
+    async def _admit(self, generate: Generate, key_hash: str) -> Admitted:
         prompt_ids = generate.prompt_ids
         if self.admission.needs_text(generate):
             prompt_ids = await self.admission.prompt_ids_of_text(generate)
-        return self.admission.admit(prompt_ids, generate.sampling, generate.cache_salt, generate.priority)
+        return self.admission.admit(prompt_ids, generate.sampling, generate.cache_salt, generate.priority, bytes.fromhex(key_hash))
+
+    def _prompt_text(self, body: Body, generate: Generate) -> str:
+        if not (isinstance(body, CompletionBody) and body.echo):
+            return ""
+        if generate.prompt is not None or self.tokenizer is None:
+            return generate.prompt or ""
+        return self.tokenizer.decode(generate.prompt_ids, body.skip_special_tokens is not False)
 
     async def _whole(self, request: Request, answers: Answers, replies: Replies) -> dict[str, object]:
         """Everything at once; a client that leaves ends it."""
-        collecting = asyncio.ensure_future(_collect(answers))
+        collecting = asyncio.ensure_future(answers.collect())
         leaving = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
                 raise ClientDisconnect
-            return replies.whole(await collecting, total_usage(answers.usages))
+            return replies.whole(await collecting, answers.usages)
         finally:
             collecting.cancel()
             leaving.cancel()
@@ -149,25 +113,51 @@ class HttpDoor:
         """The stream; a failed one carries an error before its end, so that no client takes it for whole."""
         options = body.stream_options
         is_counted = bool(options and options.continuous_usage_stats)
-        counted = Usage(sum(answers.num_prompts), 0)
+        num_prompt, num_new = sum(len(prompt.token_ids) for prompt in replies.prompts), 0
         try:
-            async with aclosing(answers.read(KEEP_ALIVE_SECONDS)) as parts:
+            async with aclosing(answers.read(self.config.sse_keep_alive_interval)) as parts:
                 async for part in parts:
                     if not part:
                         yield KEEP_ALIVE
                     for index, delta in part:
-                        counted = msgspec.structs.replace(counted, completion_tokens=counted.completion_tokens + len(delta.token_ids))
-                        usage = {"usage": usage_body(counted)} if is_counted else {}
-                        yield event(replies.chunk(index, delta) | usage)
+                        num_new += len(delta.token_ids)
+                        usage = {"usage": usage_body(replies.usage([Usage(num_prompt, num_new)]))} if is_counted else {}
+                        for chunk in replies.chunks(index, delta):
+                            yield event(chunk | usage)
             if options and options.include_usage:
-                yield event(replies.usage_chunk(total_usage(answers.usages)))
+                yield event(replies.usage_chunk(answers.usages))
         except Refusal as refusal:
             yield event(error_body(refusal.code, refusal.message))
         finally:
             answers.close()
         yield DONE
 
+    # ---- tokens ---------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize"""
+        body = await self._read(request, TokenizeBody)
+        messages = None if body.messages is None else chat_messages(body.messages)
+        generate = Generate(0, prompt=body.prompt, messages=messages, add_special_tokens=body.add_special_tokens is not False)
+        self.admission.needs_text(generate)
+        tokens = await self.admission.prompt_ids_of_text(generate)
+        strings = [self.tokenizer.backend.id_to_token(token) for token in tokens] if body.return_token_strs else None
+        limit = self.admission.limits.max_model_len
+        return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": strings})
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize"""
+        body = await self._read(request, DetokenizeBody)
+        return _json({"prompt": self.admission.text_of(body.tokens)})
+
     # ---- the rest -------------------------------------------------------------------------------------------------
+
+    async def _read(self, request: Request, kind: type) -> Body:
+        """The body of a request to the served model. Raises Refusal, ValueError or a DecodeError."""
+        body = read_body(await _read_bytes(request), kind, self.config.ignore_unknown_fields)
+        if body.model is not None:
+            self._check_model(body.model)
+        return body
 
     def _check_model(self, name: str) -> None:
         if name != self.model:
@@ -187,29 +177,32 @@ class HttpDoor:
         return _json(self._model_body())
 
     async def health(self, request: Request) -> Response:
-        """GET /health: this process answers."""
+        """GET /health: this process lives, and it would not without the others. Costs no GPU."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: the scheduler answers too."""
-        try:
-            await self.engine.stats()
-        except TimeoutError as error:
-            raise Refusal(503, str(error)) from None
+        """GET /ready: the scheduler answers, and requests are taken."""
+        if self.engine.closing is not None:
+            raise Refusal(503, self.engine.closing)
+        await self._snapshot()
         return _json({"status": "ready"})
 
     async def version(self, request: Request) -> Response:
         """GET /version"""
         return _json({"version": VERSION})
 
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics"""
+        snapshot = await self._snapshot()
+        report = add_up([self.engine.metrics.report(), *snapshot.reports])
+        page, content_type = render(self.config, snapshot, report, request.headers.get("accept", ""))
+        return Response(page, headers={"Content-Type": content_type})
 
-async def _collect(answers: Answers) -> list[Delta]:
-    """Every choice of a request that is not streamed: each comes once, when it ends."""
-    by_choice: dict[int, Delta] = {}
-    async with aclosing(answers.read()) as parts:
-        async for part in parts:
-            by_choice.update(part)
-    return [by_choice[index] for index in sorted(by_choice)]
+    async def _snapshot(self) -> Snapshot:
+        try:
+            return await self.engine.snapshot()
+        except TimeoutError as error:
+            raise Refusal(503, str(error)) from None
 
 
 async def _disconnected(request: Request) -> None:
@@ -217,7 +210,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_bytes(request: Request) -> bytes:
     """The body, as far as it may go. Raises Refusal beyond."""
     data = bytearray()
     async for part in request.stream():
@@ -225,6 +218,13 @@ async def _read_body(request: Request) -> bytes:
         if len(data) > MAX_BODY_BYTES:
             raise Refusal(413, f"the body may have at most {MAX_BODY_BYTES} bytes")
     return bytes(data)
+
+
+def _request_id(request: Request) -> str:
+    given = request.headers.get("x-request-id") or uuid4().hex
+    if len(given) > MAX_REQUEST_ID or not given.isprintable():
+        raise ValueError(f"X-Request-Id must be printable and have at most {MAX_REQUEST_ID} characters, got {len(given)}")
+    return given
 
 
 def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -236,7 +236,7 @@ def _error(code: int, message: str) -> Response:
     return _json(error_body(code, message), code, headers)
 
 
-def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def _guarded(handler: Callable[[Request], Awaitable[Response]], engine: EngineClient) -> Callable[[Request], Awaitable[Response]]:
     """Turns what a client did wrong, and what the engine refuses, into errors of OpenAI's shape."""
 
     async def guarded(request: Request) -> Response:
@@ -246,19 +246,21 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
             return _error(refusal.code, refusal.message)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        except (ValueError, msgspec.DecodeError) as error:
-            return _error(400, str(error))
+        except (ValueError, msgspec.DecodeError, RecursionError) as error:
+            engine.metrics.rejected["invalid"] += 1
+            return _error(400, "the body is nested too deeply" if isinstance(error, RecursionError) else str(error))
 
     return guarded
 
 
-def make_app(engine: EngineClient, admission: Admission, model: str) -> Starlette:
-    """The routes over an engine client."""
-    door = HttpDoor(engine, admission, model)
+def make_app(engine: EngineClient, admission: Admission, config: EngineConfig) -> ASGIApp:
+    """The routes over an engine client, behind the keys."""
+    door = HttpDoor(engine, admission, config)
     routes = [
         ("/v1/completions", door.completions, "POST"), ("/v1/chat/completions", door.chat_completions, "POST"),
         ("/v1/models", door.models, "GET"), ("/v1/models/{name:path}", door.one_model, "GET"), ("/health", door.health, "GET"),
         ("/ready", door.ready, "GET"), ("/version", door.version, "GET"), ("/ping", door.health, "GET"),
+        ("/metrics", door.metrics, "GET"), ("/tokenize", door.tokenize, "POST"), ("/detokenize", door.detokenize, "POST"),
     ]  # fmt: skip
 
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -268,4 +270,5 @@ def make_app(engine: EngineClient, admission: Admission, model: str) -> Starlett
         return _error(500, "the engine has failed at this request; its log has the reason")
 
     handlers = {HTTPException: http_error, Exception: fault}
-    return Starlette(routes=[Route(path, _guarded(call), methods=[m]) for path, call, m in routes], exception_handlers=handlers)
+    app = Starlette(routes=[Route(path, _guarded(call, engine), methods=[m]) for path, call, m in routes], exception_handlers=handlers)
+    return KeyGate(app, config.api_key_hashes)

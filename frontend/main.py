@@ -1,6 +1,7 @@
-"""The frontend process: python -m frontend.main CONFIG_FILE LIFELINE_FD"""
+"""A frontend process: python -m frontend.main CONFIG_FILE LIFELINE_FD INDEX"""
 
 import asyncio
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import zmq
@@ -8,9 +9,11 @@ import zmq
 from frontend.admission import Admission, Limits
 from frontend.engine import EngineClient
 from frontend.http_door import make_app
-from frontend.http_server import HttpServer, listen
+from frontend.http_server import HttpServer
+from frontend.sampling_defaults import load_defaults
 from frontend.tokenizer import load_tokenizer
 from frontend.zmq_door import ZmqDoor, open_door
+from protocol.address import door_address
 from protocol.config import EngineConfig
 from protocol.lifeline import Lifeline, Ready, remove_leftovers, run_child
 from protocol.messages import PROTOCOL_VERSION, FrontendHello, SchedulerReady, decode_to_frontend
@@ -18,16 +21,18 @@ from protocol.transport import Endpoint, bind, check_handshake, open_socket
 
 TOKENIZER_THREADS = 2
 GOODBYE_MS = 300  # for the last messages to leave at shutdown
+REPORT_SECONDS = 1.0
+CLOSING = "the engine is shutting down"
 
 
-def main(config: EngineConfig, lifeline: Lifeline) -> None:
-    """Serve clients until the lifeline is cut."""
+def main(config: EngineConfig, lifeline: Lifeline, index: int) -> None:
+    """Serve clients until the lifeline says otherwise."""
     context = zmq.Context()
     try:
         door_socket = open_door(context)
-        bind(door_socket, config.client_address)  # first, since it fails when the address cannot be had
-        http_socket = None if config.port is None else listen(config.host, config.port)
+        bind(door_socket, door_address(config.client_address, index))  # first, since it fails when the address cannot be had
         tokenizer, end_ids = load_tokenizer(config)
+        defaults = load_defaults(config)
         endpoint = Endpoint(open_socket(context, zmq.DEALER), decode_to_frontend)
         endpoint.socket.connect(config.address("frontends"))
         limits = _greet_scheduler(endpoint, lifeline, config.epoch, 0 if tokenizer is None else tokenizer.size)
@@ -35,17 +40,16 @@ def main(config: EngineConfig, lifeline: Lifeline) -> None:
             engine = EngineClient(endpoint, tokenizer)
             with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
                 takes_priority = config.scheduling_policy == "priority"
-                admission = Admission(tokenizer, end_ids, limits, threads, config.seed, takes_priority)
-                zmq_door = ZmqDoor(door_socket, engine, admission, config.served_model_name)
-                server = None if http_socket is None else HttpServer(make_app(engine, admission, config.served_model_name), http_socket)
-                asyncio.run(_serve(zmq_door, server, lifeline))
+                admission = Admission(tokenizer, end_ids, limits, threads, config.seed, takes_priority, defaults)
+                frontend = Frontend(config, engine, admission, door_socket)
+                asyncio.run(frontend.serve(lifeline))
     finally:
         context.destroy(linger=GOODBYE_MS)
     remove_leftovers(config)
 
 
 def _greet_scheduler(endpoint: Endpoint, lifeline: Lifeline, epoch: int, tokenizer_size: int) -> Limits | None:
-    """The handshake; None when the lifeline is cut before the workers are ready."""
+    """The handshake; None when this process is to stop before the workers are ready."""
     endpoint.send(FrontendHello(PROTOCOL_VERSION, epoch, tokenizer_size))
     poller = zmq.Poller()
     poller.register(endpoint.socket, zmq.POLLIN)
@@ -60,29 +64,63 @@ def _greet_scheduler(endpoint: Endpoint, lifeline: Lifeline, epoch: int, tokeniz
     return Limits(ready.max_model_len, ready.vocab_size)
 
 
-async def _serve(door: ZmqDoor, server: HttpServer | None, lifeline: Lifeline) -> None:
-    loop = asyncio.get_running_loop()
-    stop = loop.create_future()
-    loop.add_reader(lifeline.fileno(), _settle, stop, None)
-    # Anything that escapes a callback or a task is a fault of ours, and ends this process.
-    loop.set_exception_handler(lambda _loop, context: _settle(stop, context.get("exception") or RuntimeError(context["message"])))
-    door.engine.pump.start()
-    door.start()
-    if server is not None:
-        server.start()
-    lifeline.send(Ready())
-    try:
-        await stop
-    finally:
-        loop.remove_reader(lifeline.fileno())
-        door.engine.pump.stop()
-        door.close("the engine is shutting down")
-        door.outbox.retry()
-        if server is not None:
-            await server.stop()
+class Frontend:
+    """Both doors over one engine client, from readiness to the end."""
+
+    def __init__(self, config: EngineConfig, engine: EngineClient, admission: Admission, door_socket: zmq.Socket):
+        self.config, self.engine = config, engine
+        self.zmq_door = ZmqDoor(door_socket, engine, admission, config.served_model_name)
+        self.http: HttpServer | None = None
+        if config.http_fd is not None:
+            self.http = HttpServer(make_app(engine, admission, config), socket.socket(fileno=config.http_fd), engine.metrics)
+
+    async def serve(self, lifeline: Lifeline) -> None:
+        """Until the lifeline is cut, or the open requests have ended once it asks for that."""
+        loop = asyncio.get_running_loop()
+        stop: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(lifeline.fileno(), self._on_lifeline, lifeline, stop)
+        # Anything that escapes a callback or a task is a fault of ours, and ends this process.
+        loop.set_exception_handler(lambda _loop, context: _settle(stop, context.get("exception") or RuntimeError(context["message"])))
+        self.engine.pump.start()
+        self.zmq_door.start()
+        if self.http is not None:
+            self.http.start()
+        if self.config.frontend_workers > 1:
+            self._report()
+        lifeline.send(Ready())
+        try:
+            await stop
+        finally:
+            loop.remove_reader(lifeline.fileno())
+            await self._close()
+
+    def _on_lifeline(self, lifeline: Lifeline, stop: asyncio.Future[None]) -> None:
+        if lifeline.asks_to_drain():
+            self.engine.closing = CLOSING
+            self._end_when_drained(stop, self.config.shutdown_timeout)
+        else:
+            _settle(stop, None)
+
+    def _end_when_drained(self, stop: asyncio.Future[None], seconds_left: float, pause: float = 0.02) -> None:
+        if seconds_left <= 0 or not (self.engine.open or self.zmq_door.clients):
+            _settle(stop, None)
+        else:
+            asyncio.get_running_loop().call_later(pause, self._end_when_drained, stop, seconds_left - pause)
+
+    async def _close(self) -> None:
+        self.engine.end_all(CLOSING)
+        self.engine.pump.stop()
+        self.zmq_door.close(CLOSING)
+        self.zmq_door.outbox.retry()
+        if self.http is not None:
+            await self.http.stop()
+
+    def _report(self) -> None:
+        self.engine.send_report()
+        asyncio.get_running_loop().call_later(REPORT_SECONDS, self._report)
 
 
-def _settle(stop: asyncio.Future, error: BaseException | None) -> None:
+def _settle(stop: asyncio.Future[None], error: BaseException | None) -> None:
     if stop.done():
         return
     if error is None:

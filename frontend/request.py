@@ -46,6 +46,18 @@ class Failure(msgspec.Struct, frozen=True):
 Listener = Callable[[Delta | Failure], None]
 
 
+class Times:
+    """When what happened to a choice, in seconds of the monotonic clock."""
+
+    def __init__(self, arrived: float, submitted: float):
+        self.arrived, self.submitted = arrived, submitted  # at the door, and to the scheduler once its text was tokenised
+        self.started: float | None = None  # out of the queue
+        self.first_token: float | None = None
+        self.last_token = arrived
+        self.waited_s = 0.0  # in the queue
+        self.num_preemptions = 0
+
+
 class Choices:
     """What the choices of one request have in common: their handles, one each, and who hears of them."""
 
@@ -68,7 +80,7 @@ class OpenRequest:
     """The state of one choice between its admission and its last delta.
 
     `text` and `token_ids` gather what `take_delta` hands out next. Ids that end the output are delivered, but are no part of its
-    text.
+    text unless stops are shown.
     """
 
     def __init__(
@@ -81,15 +93,19 @@ class OpenRequest:
         min_tokens: int,
         scores: TokenScores,
         streams: bool = True,
+        shows_stop: bool = False,
+        times: Times | None = None,
     ):
         self.choices = choices
         self.index = index
         self.end_ids = end_ids
         self.detokenizer = detokenizer
-        self.stops = StopStrings(stops)
+        self.stops = StopStrings(stops, shows_stop)
         self.min_tokens = min_tokens
         self.scores = scores
         self.streams = streams  # else everything is wanted at once, at the end
+        self.times = times or Times(0.0, 0.0)
+        self.num_timed = 0  # tokens that the metrics have been told of
         self.num_generated = 0
         self.text = ""
         self.token_ids: list[int] = []
@@ -106,7 +122,7 @@ class OpenRequest:
         self.token_ids.append(token)
         if score is not None:
             self.scores.add(token, score)
-        if self.detokenizer is not None and token not in self.end_ids:
+        if self.detokenizer is not None and (token not in self.end_ids or self.stops.are_shown):
             self._add_text(self.detokenizer.feed(token))
 
     def finish(self, reason: FinishReason) -> None:

@@ -7,8 +7,9 @@ class StopStrings:
     Of several that end at the same character the longest counts. Only a suffix that may still become a stop string is held back.
     """
 
-    def __init__(self, stops: list[str]):
+    def __init__(self, stops: list[str], are_shown: bool = False):
         self.stops = stops
+        self.are_shown = are_shown  # the one that ends the text belongs to it
         self.held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
@@ -17,7 +18,8 @@ class StopStrings:
         matches = [(start + len(stop), start) for stop in self.stops if (start := text.find(stop)) >= 0]
         if matches:
             self.held = ""
-            return text[: min(matches)[1]], True
+            end, start = min(matches)
+            return text[: end if self.are_shown else start], True
         safe = len(text) - self._num_held(text)
         self.held = text[safe:]
         return text[:safe], False

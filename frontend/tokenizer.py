@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from frontend.chat_template import ChatTemplate
 from frontend.detokenizer import Detokenizer
 from frontend.gguf_tokenizer import GgufVocabulary, TokenId, build_tokenizer
+from frontend.token_bytes import TokenBytes
 from protocol.config import EngineConfig
 from protocol.gguf_header import read_header
 
@@ -33,14 +34,18 @@ class ModelTokenizer:
     prefix_ids: list[int] = field(default_factory=list)  # put before every text: BOS, for models that want one
     chat_template: ChatTemplate | None = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, with_prefix: bool = True) -> list[int]:
         """The ids of a text, after the prefix unless the text spells it already. Raises ValueError on lone surrogates."""
         _check_unicode(text)
         # Not `encode`: that one holds the GIL and so stalls every stream.
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
         ids = encoding.ids
         size = len(self.prefix_ids)
-        return ids if ids[:size] == self.prefix_ids else self.prefix_ids + ids
+        return ids if not with_prefix or ids[:size] == self.prefix_ids else self.prefix_ids + ids
+
+    def decode(self, token_ids: list[int], skips_special: bool = True) -> str:
+        """The text of ids; unknown ones have none."""
+        return self.backend.decode(token_ids, skip_special_tokens=skips_special)
 
     def encode_words(self, words: list[str]) -> list[list[int]]:
         """The ids of parts of texts, without the prefix. Raises ValueError on lone surrogates."""
@@ -51,14 +56,19 @@ class ModelTokenizer:
     def render(self, messages: list[dict[str, str]]) -> str:
         """A conversation as text. Raises ValueError when the model has no template, or it refuses the messages."""
         if self.chat_template is None:
-            raise ValueError("this model has no chat template; send prompt or prompt_ids")
+            raise ValueError("this model has no chat template; start the engine with --chat-template FILE, or send a prompt")
         for message in messages:
             _check_unicode(message["content"])
         return self.chat_template.render(messages)
 
-    def detokenizer(self, prompt_ids: list[int]) -> Detokenizer:
+    def detokenizer(self, prompt_ids: list[int], skips_special: bool = True) -> Detokenizer:
         """For the output that follows a prompt."""
-        return Detokenizer(self.backend, self.visible_ids, prompt_ids)
+        return Detokenizer(self.backend, self.visible_ids if skips_special else self.known_ids, prompt_ids)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What single tokens add to a text."""
+        return TokenBytes(self.backend)
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -68,7 +78,12 @@ class ModelTokenizer:
     @cached_property
     def visible_ids(self) -> frozenset[int]:
         """The ids that decode to text."""
-        return frozenset(self.backend.get_vocab().values()) - frozenset(self.special_ids.values())
+        return self.known_ids - frozenset(self.special_ids.values())
+
+    @cached_property
+    def known_ids(self) -> frozenset[int]:
+        """All ids."""
+        return frozenset(self.backend.get_vocab().values())
 
     @cached_property
     def size(self) -> int:
@@ -85,9 +100,9 @@ def load_tokenizer(config: EngineConfig) -> tuple[ModelTokenizer | None, frozens
         return None, frozenset()
     path = Path(config.model)
     if path.is_dir():
-        return _load_folder(path)
+        return _load_folder(path, config)
     if path.suffix == ".gguf":
-        return _load_gguf(path)
+        return _load_gguf(path, config)
     raise ValueError(f"--model must be a folder or a .gguf file, got {config.model}")
 
 
@@ -132,17 +147,17 @@ class TokenizerSettings(msgspec.Struct, frozen=True):
         return {name: token.content if isinstance(token, AddedText) else token for name, token in given.items() if token}
 
 
-def _load_folder(folder: Path) -> tuple[ModelTokenizer | None, frozenset[int]]:
-    end_ids = frozenset.union(*(_read_json(folder / name, EndIds).as_set() for name in ("config.json", "generation_config.json")))
+def _load_folder(folder: Path, config: EngineConfig) -> tuple[ModelTokenizer | None, frozenset[int]]:
+    end_ids = frozenset.union(*(read_json(folder / name, EndIds).as_set() for name in ("config.json", "generation_config.json")))
     file = folder / "tokenizer.json"
     if not file.exists():
         log.warning("%s does not exist: prompts and outputs are token ids only", file)
         return None, end_ids
-    settings = _read_json(folder / "tokenizer_config.json", TokenizerSettings)
+    settings = read_json(folder / "tokenizer_config.json", TokenizerSettings)
     backend = _read_backend(file)
     names = settings.names()
     end_ids |= _known_id(backend, names.get("eos_token"))
-    template = _template_source(folder, settings)
+    template = config.chat_template or _template_source(folder, settings)
     return (
         ModelTokenizer(
             backend=backend,
@@ -153,7 +168,7 @@ def _load_folder(folder: Path) -> tuple[ModelTokenizer | None, frozenset[int]]:
     )
 
 
-def _load_gguf(path: Path) -> tuple[ModelTokenizer | None, frozenset[int]]:
+def _load_gguf(path: Path, config: EngineConfig) -> tuple[ModelTokenizer | None, frozenset[int]]:
     metadata = read_header(path).metadata
     try:
         vocabulary = msgspec.convert(metadata, GgufVocabulary)
@@ -172,7 +187,7 @@ def _load_gguf(path: Path) -> tuple[ModelTokenizer | None, frozenset[int]]:
         ModelTokenizer(
             backend=backend,
             prefix_ids=[vocabulary.bos_token_id] if add_bos and "bos_token" in names else [],
-            chat_template=_compiled(vocabulary.chat_template, names, path),
+            chat_template=_compiled(config.chat_template or vocabulary.chat_template, names, path),
         ),
         end_ids,
     )
@@ -228,7 +243,7 @@ def _template_source(folder: Path, settings: TokenizerSettings) -> str | None:
     return template
 
 
-def _read_json(file: Path, kind: type[Settings]) -> Settings:
+def read_json(file: Path, kind: type[Settings]) -> Settings:
     """The keys of `kind` in a JSON object; all are left out when there is no file."""
     if not file.exists():
         return kind()

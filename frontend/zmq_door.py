@@ -3,13 +3,14 @@
 import asyncio
 import functools
 import logging
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
 from frontend.admission import Admission
-from frontend.engine import EngineClient
+from frontend.engine import EngineClient, Unavailable
 from frontend.outbox import Outbox
 from frontend.pump import Pump
 from frontend.request import Delta, Failure
@@ -52,6 +53,7 @@ class ClientRequest:
     tokenizing: asyncio.Task[None] | None = None
     seq: int = 0
     verdict: Error | None = None  # its last message, when the door ends it
+    arrived: float = field(default_factory=time.monotonic)
 
 
 class ZmqDoor:
@@ -70,7 +72,6 @@ class ZmqDoor:
         self.clients: dict[bytes, dict[int, ClientRequest]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.num_tokenizing = 0
-        self.num_malformed = 0
         self.num_refused = 0
 
     def start(self) -> None:
@@ -115,9 +116,10 @@ class ZmqDoor:
                 self._start(self._answer_info(identity))
 
     def _malformed(self, identity: bytes, request_id: int | None, reason: str) -> None:
-        self.num_malformed += 1
-        if self.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, …: a flood must not fill the disk
-            log.warning("malformed client message (%d so far): %s", self.num_malformed, reason)
+        metrics = self.engine.metrics
+        metrics.num_malformed += 1
+        if metrics.num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, …: a flood must not fill the disk
+            log.warning("malformed client message (%d so far): %s", metrics.num_malformed, reason)
         self.outbox.send(identity, Error(request_id, 400, reason))
 
     def _generate(self, identity: bytes, message: Generate) -> None:
@@ -150,12 +152,13 @@ class ZmqDoor:
     def _submit(self, request: ClientRequest, message: Generate, prompt_ids: list[int]) -> None:
         admitted = self.admission.admit(prompt_ids, message.sampling, message.cache_salt, message.priority)
         try:
-            request.handles = self.engine.submit(admitted, functools.partial(self._on_news, request), message.stream)
-        except zmq.Again:
-            self._refuse(request, 503, "the scheduler is far behind")
+            request.handles = self.engine.submit(admitted, functools.partial(self._on_news, request), message.stream, request.arrived)
+        except Unavailable as error:
+            self._refuse(request, 503, str(error))
 
     def _refuse(self, request: ClientRequest, code: int, reason: str) -> None:
         self.num_refused += 1
+        self.engine.metrics.rejected["invalid" if code == 400 else "unavailable"] += 1
         self._end(request, Error(request.request_id, code, reason))
 
     def _cancel(self, identity: bytes, request_id: int) -> None:
@@ -166,12 +169,12 @@ class ZmqDoor:
     async def _answer_info(self, identity: bytes) -> None:
         limits = self.admission.limits
         try:
-            stats = msgspec.structs.asdict(await self.engine.stats())
+            stats = msgspec.structs.asdict((await self.engine.snapshot()).stats)
         except TimeoutError as error:
             self.outbox.send(identity, Error(None, 503, str(error)))
             return
         stats["open_requests"] = sum(map(len, self.clients.values()))
-        stats["num_malformed_client"] = self.num_malformed
+        stats["num_malformed_client"] = self.engine.metrics.num_malformed
         stats["num_refused_client"] = self.num_refused
         stats["num_dropped_client"] = self.outbox.num_dropped
         self.outbox.send(identity, Info(self.model_name, limits.max_model_len, limits.vocab_size, stats))
@@ -221,6 +224,7 @@ class ZmqDoor:
         requests = list(self.clients.get(identity, {}).values())
         if requests:
             log.warning("a client does not read; %d requests end", len(requests))
+            self.engine.metrics.num_slow_readers += 1
             for request in requests:
                 request.verdict = Error(request.request_id, 503, "this client does not read its outputs")
             self._abort(requests)

@@ -20,8 +20,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_address: str  # ipc:// address of the ZMQ door
     epoch: int  # random per start; keeps messages of another start out
     host: str = "127.0.0.1"
-    port: int | None = None  # of the HTTP door; 0: a free one, None: there is no HTTP door
+    port: int | None = 8000  # of the HTTP door; 0: a free one, None: there is no HTTP door
     uds: str | None = None  # path of a unix socket for HTTP, instead of host and port
+    http_fd: int | None = None  # the listening socket of either, which the frontends inherit
     frontend_workers: int = 1  # processes that serve clients
     api_key_hashes: list[str] = []  # SHA-256, in hex, of the keys that HTTP clients must have one of; none: no key is needed
     ignore_unknown_fields: bool = False  # of HTTP bodies, instead of refusing them by name

@@ -21,11 +21,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from protocol.address import other_doors
 from protocol.config import EngineConfig, load_config
 from protocol.transport import check_ipc_address
 
 PR_SET_PDEATHSIG = 1
 PEER_GONE_S = 5.0
+DRAIN = b"d"  # from the supervisor, before the end of the stream
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -58,6 +60,12 @@ class Lifeline:
         """Whether the child is to stop, now or within some seconds."""
         return bool(select.select([self.socket], [], [], within_s)[0])
 
+    def asks_to_drain(self) -> bool:
+        """Whether, when this is readable, the child is to end once its work is done, and not at once."""
+        with suppress(ConnectionResetError):
+            return self.socket.recv(1) == DRAIN
+        return False
+
     def wait_cut(self) -> None:
         """Block until the child is to stop."""
         with suppress(ConnectionResetError):  # the supervisor is gone, and has not read what was sent to it
@@ -71,8 +79,8 @@ class Lifeline:
             pass
 
 
-def run_child(main: Callable[[EngineConfig, Lifeline], None]) -> None:
-    """Entry of a child process: `python -m PACKAGE.main CONFIG_FILE LIFELINE_FD`.
+def run_child(main: Callable[[EngineConfig, Lifeline, int], None]) -> None:
+    """Entry of a child process: `python -m PACKAGE.main CONFIG_FILE LIFELINE_FD INDEX`, its index among those of its role.
 
     A ValueError or OSError is the user's to mend and becomes one line and exit code 2; anything else shows its traceback too and
     ends with 1.
@@ -82,7 +90,7 @@ def run_child(main: Callable[[EngineConfig, Lifeline], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor's to handle
     lifeline = Lifeline(int(sys.argv[2]))
     try:
-        main(load_config(sys.argv[1]), lifeline)
+        main(load_config(sys.argv[1]), lifeline, int(sys.argv[3]))
     except Exception as error:
         # A peer that is gone has its own reason, which the supervisor learns and tells; it stops this process next.
         is_peer_gone = isinstance(error, zmq.ZMQError) and error.errno == zmq.EHOSTUNREACH
@@ -115,7 +123,8 @@ def remove_leftovers(config: EngineConfig) -> None:
     """Remove the run directory and the client socket; whoever ends last does it, in any order and any number of times."""
     shutil.rmtree(config.run_dir, ignore_errors=True)
     client_socket = check_ipc_address(config.client_address)
-    for path in (client_socket, lock_path(client_socket)):
+    http_socket = [Path(config.uds)] if config.uds else []
+    for path in (client_socket, lock_path(client_socket), *other_doors(config.client_address), *http_socket):
         path.unlink(missing_ok=True)
 
 

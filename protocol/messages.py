@@ -167,7 +167,19 @@ class AbortRequests(Message, frozen=True):
 
 
 class GetStats(Message, frozen=True):
-    """Asks for one Stats."""
+    """Asks for one Snapshot."""
+
+
+class FrontendReport(Message, frozen=True):
+    """What a frontend has counted since its start, for the metrics page of another one."""
+
+    histograms: dict[str, tuple[list[int], float]]  # counts by bucket, and the sum of the values
+    finished: dict[str, int]  # choices, by reason
+    rejected: dict[str, int]  # requests, by reason
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_malformed: int
+    num_slow_readers: int
 
 
 # ---- scheduler -> frontend ----------------------------------------------------------------------------------------
@@ -187,6 +199,7 @@ class Finished(Message, frozen=True):
 
     handle: int
     reason: FinishReason
+    num_preemptions: int = 0
 
 
 class Started(Message, frozen=True):
@@ -194,6 +207,7 @@ class Started(Message, frozen=True):
 
     handle: int
     num_cached: int  # prompt tokens whose KV was found in the prefix cache
+    waited_s: float = 0.0  # in the queue
 
 
 class Scores(Message, frozen=True):
@@ -249,6 +263,16 @@ class Stats(Message, frozen=True):
     free_host_blocks: int = 0
     total_host_blocks: int = 0
     step_gap_us: int = 0  # time in all when requests ran and no step was in flight
+    step_age_us: int = 0  # time since the oldest step in flight was sent, or since the last result
+
+
+class Snapshot(Message, frozen=True):
+    """The answer to GetStats."""
+
+    stats: Stats
+    step_tokens: list[int]  # steps by the number of their tokens, in buckets of `protocol.metrics`
+    num_step_tokens: int
+    reports: list[FrontendReport]  # the other frontends' last ones
 
 
 # ---- client <-> frontend: by name, so that an error can name the field --------------------------------------------
@@ -263,6 +287,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     role: str
     content: str
+    name: str | None = None  # of who speaks, for templates that show it
 
 
 class Generate(ClientMessage, frozen=True):
@@ -276,6 +301,7 @@ class Generate(ClientMessage, frozen=True):
     stream: bool = True
     cache_salt: str | None = None  # the prefix cache is shared among requests of the same salt only
     priority: int = 0  # lower ones first, with --scheduling-policy priority
+    add_special_tokens: bool = True  # to a text: what the model wants before every one, unless the text spells it
 
 
 class Cancel(ClientMessage, frozen=True):
@@ -340,7 +366,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(WorkerBegin | StepDelta).decode
 decode_from_worker = msgspec.msgpack.Decoder(WorkerHello | WorkerReady).decode
 decode_result = msgspec.msgpack.Decoder(StepResult).decode
-decode_from_frontend = msgspec.msgpack.Decoder(FrontendHello | AddRequest | AbortRequests | GetStats).decode
-decode_to_frontend = msgspec.msgpack.Decoder(SchedulerReady | TokenBatch | Refused | Stats).decode
+decode_from_frontend = msgspec.msgpack.Decoder(FrontendHello | AddRequest | AbortRequests | GetStats | FrontendReport).decode
+decode_to_frontend = msgspec.msgpack.Decoder(SchedulerReady | TokenBatch | Refused | Snapshot).decode
 decode_from_client = msgspec.msgpack.Decoder(Generate | Cancel | GetInfo).decode
 decode_to_client = msgspec.msgpack.Decoder(Output | Error | KeepAlive | Info).decode

@@ -3,12 +3,18 @@
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
-from protocol.address import default_client_address
+import msgspec
+
+from protocol.address import default_client_address, other_doors
+from protocol.config import EngineConfig
 from protocol.lifeline import lock_path
 from protocol.transport import check_ipc_address
+
+HTTP_BACKLOG = 512  # connections that wait to be accepted
 
 
 def make_private_dir(path: Path) -> Path:
@@ -49,8 +55,52 @@ def lock_address(address: str) -> int:
     fd = lock_file(lock_path(client_socket))
     if fd is None:
         raise ValueError(f"cannot listen on {address}: another engine serves it")
-    client_socket.unlink(missing_ok=True)
+    for path in (client_socket, *other_doors(address)):
+        path.unlink(missing_ok=True)
     return fd
+
+
+def listen_http(config: EngineConfig) -> socket.socket | None:
+    """The listening socket of the HTTP door; None where there is to be none. Raises ValueError naming the address it cannot have.
+
+    Made before any process starts: a port in use is found at once, and several frontends accept from one socket.
+    """
+    if config.uds is not None:
+        return _listen_unix(Path(config.uds))
+    if config.port is None:
+        return None
+    try:
+        family, _, _, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=HTTP_BACKLOG)
+    except OSError as error:
+        raise ValueError(f"cannot listen on --host {config.host} --port {config.port}: {error.strerror or error}") from None
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    if path.exists() and not path.is_socket():
+        raise ValueError(f"cannot listen on --uds {path}: what lies there is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        if probe.connect_ex(str(path)) == 0:
+            raise ValueError(f"cannot listen on --uds {path}: a server answers there")
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o077)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        raise ValueError(f"cannot listen on --uds {path}: {error.strerror or error}") from None
+    finally:
+        os.umask(before)
+    listener.listen(HTTP_BACKLOG)
+    return listener
+
+
+def with_listener(config: EngineConfig, listener: socket.socket | None) -> EngineConfig:
+    """The configuration with the HTTP socket's descriptor, and the port that it has got."""
+    if listener is None:
+        return config
+    port = config.port if config.uds else listener.getsockname()[1]
+    return msgspec.structs.replace(config, http_fd=listener.fileno(), port=port)
 
 
 def make_run_dir() -> tuple[Path, int]:

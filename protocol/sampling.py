@@ -51,7 +51,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     n: int | None = None  # choices, default 1; each has a seed of its own, see `choice_seed`
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False  # the stop string or stop id that ended the text, at its end
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # leave them out of the text
     repetition_penalty: float | None = None  # default 1: off; of ids in the prompt or the output
     presence_penalty: float | None = None  # default 0: off; once for each id in the output
     frequency_penalty: float | None = None  # default 0: off; for each time that an id is in the output

@@ -18,6 +18,7 @@ class StepClock:
         self.decode_s = 0.0  # a step without prompt tokens
         self.prompt_token_s = 0.0  # what each prompt token adds to a step
         self.gap_s = 0.0  # when there was work and nothing in flight, summed
+        self.waiting_since: float | None = None  # when the oldest step in flight was sent, or the last result came; None: at rest
         self._empty_since: float | None = None
         self._sent_alone: tuple[int, float] | None = None  # the last step that left into an empty pipeline, and when
         self._last_confirmed: float | None = None  # when the last result came, if a step was in flight then
@@ -26,6 +27,7 @@ class StepClock:
         """A step has left; num_in_flight counts it."""
         if num_in_flight == 1:
             self._sent_alone = (step, now)
+            self.waiting_since = now
             if self._empty_since is not None:
                 self.gap_s += now - self._empty_since
                 self._empty_since = None
@@ -39,6 +41,7 @@ class StepClock:
             self.round_trip_s = _blend(self.round_trip_s, max(0.0, now - self._sent_alone[1] - self.step_s))
         self._last_confirmed = now if num_in_flight else None
         self._empty_since = None if num_in_flight else now
+        self.waiting_since = now if num_in_flight else None
 
     def _split(self, step_s: float, num_prompt_tokens: int) -> None:
         if num_prompt_tokens == 0:

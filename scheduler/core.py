@@ -78,6 +78,7 @@ class Scheduler:
         self.refusals = Refusals()
         self.started: list[tuple[int, Started]] = []  # to be told with the next tokens
         self.num_prompt_tokens = self.num_cached_tokens = 0  # of admissions, and found in the prefix index
+        self.now = 0.0  # by the clock of `add`, as the caller last set it
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -241,18 +242,15 @@ class Scheduler:
             return None
         self.pool.share(shared)
         blocks = np.concatenate([np.array(shared, dtype=np.int32), self._take(num_new)])
-        num_cached = len(shared) * self.limits.block_size
-        num_computed = self.swap.restore(request, blocks, len(shared))
+        num_cached, num_computed = len(shared) * self.limits.block_size, self.swap.restore(request, blocks, len(shared))
         row = self.table.admit(request, blocks, len(shared), key, num_computed)
         self.num_prompt_tokens += len(request.tokens)
         self.num_cached_tokens += num_cached
         if not request.was_admitted:
             request.was_admitted = True
-            self.started.append((request.frontend, Started(request.handle, num_cached)))
-        generation = int(self.table.generation_R[row])
-        controls = controls_for_row(request.controls, request.tokens)
-        sampling, is_scored = request.sampling, request.is_scored
-        return RowJoin(row, generation, request.prompt_len, num_computed, pack(blocks), sampling, controls, is_scored)
+            self.started.append((request.frontend, Started(request.handle, num_cached, self.now - request.queued_at)))
+        generation, controls = int(self.table.generation_R[row]), controls_for_row(request.controls, request.tokens)
+        return RowJoin(row, generation, request.prompt_len, num_computed, pack(blocks), request.sampling, controls, request.is_scored)
 
     def _take(self, count: int) -> np.ndarray:
         blocks = self.pool.take(count)
@@ -309,6 +307,7 @@ class Scheduler:
         self.swap.save(request, blocks, num_computed)
         request.num_in_flight = num_in_flight
         self.num_preemptions += 1
+        request.num_preemptions += 1
         if num_in_flight:
             self.draining.add(generation, request)
         else:
@@ -383,7 +382,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, arrivals: Arrivals) -> None:
         del self.requests[request.frontend, request.handle]
         self.waiting.leader_ended(request)
-        arrivals.finished.append((request.frontend, Finished(request.handle, reason)))
+        arrivals.finished.append((request.frontend, Finished(request.handle, reason, request.num_preemptions)))
 
     def check(self) -> None:
         """Assert the invariant."""

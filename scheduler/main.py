@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 
 import zmq
@@ -18,8 +19,10 @@ from protocol.messages import (
     AbortRequests,
     AddRequest,
     FrontendHello,
+    FrontendReport,
     GetStats,
     SchedulerReady,
+    Snapshot,
     Stats,
     StepResult,
     WorkerBegin,
@@ -29,12 +32,19 @@ from protocol.messages import (
     decode_from_worker,
     decode_result,
 )
+from protocol.metrics import STEP_TOKENS
 from protocol.trace import NoTrace, Span, Trace, open_trace
 from protocol.transport import Endpoint, RoutedEndpoint, bind, check_handshake, open_socket
 from scheduler.clock import StepClock
 from scheduler.core import Limits, Plan, Scheduler
 
 log = logging.getLogger(__name__)
+
+FIRST_STEPS_FACTOR = 5  # of the watchdog's time
+
+
+class StuckStep(Exception):
+    """The workers no longer answer."""
 
 
 class Channels:
@@ -67,7 +77,7 @@ class Channels:
 class Handshake:
     """Gathers greetings, then the workers' capacities.
 
-    Workers and one frontend greet; the workers hear what the tokenizer knows, and answer with what they can hold.
+    Workers and frontends greet; the workers hear what the tokenizer knows, and answer with what they can hold.
     """
 
     def __init__(self, config: EngineConfig):
@@ -90,7 +100,7 @@ class Handshake:
 
     @property
     def has_greetings(self) -> bool:
-        return len(self.workers) == self.config.tensor_parallel_size and len(self.frontends) > 0
+        return len(self.workers) == self.config.tensor_parallel_size and len(self.frontends) == self.config.frontend_workers
 
     @property
     def has_capacities(self) -> bool:
@@ -136,7 +146,11 @@ class SchedulerProcess:
         self.trace = trace
         self.scheduler = Scheduler(limits)
         self.clock = StepClock()
+        self.watchdog_s = config.watchdog_timeout
         self.most_depth = limits.max_pipeline_depth
+        self.step_tokens = [0] * (len(STEP_TOKENS) + 1)  # steps by the number of their tokens
+        self.num_step_tokens = 0
+        self.reports: dict[int, FrontendReport] = {}
         self.workers = list(handshake.workers)
         self.frontends = list(handshake.frontends)  # a frontend's index here is its number in the scheduler
         self.welcome = SchedulerReady(PROTOCOL_VERSION, config.epoch, limits.max_model_len, limits.vocab_size)
@@ -145,7 +159,8 @@ class SchedulerProcess:
 
     def step(self) -> None:
         """Take in all that has arrived and send every step that can be planned from it."""
-        for frontend, refused in self.scheduler.expire(time.monotonic()):
+        self.scheduler.now = time.monotonic()
+        for frontend, refused in self.scheduler.expire(self.scheduler.now):
             self.reply(frontend, refused)
         for identity, message in self.channels.frontends.drain():
             self.handle(identity, message)
@@ -156,11 +171,30 @@ class SchedulerProcess:
             self.send(plan)
         if not self.scheduler.in_flight:
             self.clock.rested()
+        self.check_steps()
 
     def seconds_to_deadline(self) -> float | None:
         """How long nothing is due but what may arrive; None: without end."""
-        deadline = self.scheduler.deadline
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        deadlines = [deadline for deadline in (self.scheduler.deadline, self.step_deadline) if deadline is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    @property
+    def step_deadline(self) -> float | None:
+        """When the oldest step in flight counts as stuck; the first steps may have kernels to compile."""
+        if self.clock.waiting_since is None:
+            return None
+        return self.clock.waiting_since + self.watchdog_s * (1 if self.clock.step_s else FIRST_STEPS_FACTOR)
+
+    def check_steps(self) -> None:
+        """Raise StuckStep when the workers have been silent for too long. The engine ends then: clients hear of it, and hang no more."""
+        deadline = self.step_deadline
+        if deadline is not None and time.monotonic() > deadline:
+            step = self.scheduler.in_flight[0].delta.step
+            raise StuckStep(f"step {step} has not come back for {self.step_age_s():.1f} s; --watchdog-timeout is {self.watchdog_s:g} s")
+
+    def step_age_s(self) -> float:
+        """Time since a result was due; 0 at rest."""
+        return 0.0 if self.clock.waiting_since is None else time.monotonic() - self.clock.waiting_since
 
     def handle(self, identity: bytes, message: AddRequest | AbortRequests | GetStats | FrontendHello) -> None:
         """One message of a frontend."""
@@ -169,13 +203,15 @@ class SchedulerProcess:
         frontend = self.frontends.index(identity)
         match message:
             case AddRequest():
-                if refused := self.scheduler.add(frontend, message, time.monotonic()):
+                if refused := self.scheduler.add(frontend, message, self.scheduler.now):
                     self.reply(frontend, refused)
             case AbortRequests():
                 for handle in message.handles:
                     self.scheduler.abort(frontend, handle)
             case GetStats():
-                self.reply(frontend, self.stats())
+                self.reply(frontend, self.snapshot(frontend))
+            case FrontendReport():
+                self.reports[frontend] = message
             case FrontendHello():
                 self.reply(frontend, self.welcome)
 
@@ -193,6 +229,9 @@ class SchedulerProcess:
         with self.trace.span(Span.SEND, plan.delta.step):
             self.channels.workers.send_to_all(self.workers, plan.delta)
         self.clock.sent(plan.delta.step, time.monotonic(), len(self.scheduler.in_flight))
+        num_tokens = len(plan.rows) - sum(chunk.samples for chunk in plan.delta.chunks) + plan.num_prompt_tokens
+        self.step_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        self.num_step_tokens += num_tokens
 
     def plan(self) -> Plan | None:
         """The next step, if there is anything to run."""
@@ -209,8 +248,13 @@ class SchedulerProcess:
             log.warning("frontend %d is gone (%s), its requests are aborted", frontend, error)
             self.scheduler.abort_frontend(frontend)
 
+    def snapshot(self, frontend: int) -> Snapshot:
+        """What a frontend shows of the engine."""
+        others = [report for number, report in self.reports.items() if number != frontend]
+        return Snapshot(self.stats(), self.step_tokens, self.num_step_tokens, others)
+
     def stats(self) -> Stats:
-        """A snapshot for the frontends."""
+        """The scheduler's own part."""
         scheduler = self.scheduler
         return Stats(
             num_running=scheduler.table.num_running,
@@ -237,6 +281,7 @@ class SchedulerProcess:
             free_host_blocks=scheduler.swap.num_free,
             total_host_blocks=scheduler.limits.num_host_blocks,
             step_gap_us=int(self.clock.gap_s * 1e6),
+            step_age_us=int(self.step_age_s() * 1e6),
         )
 
 
@@ -258,7 +303,7 @@ def shake_hands(config: EngineConfig, channels: Channels) -> Handshake | None:
     return handshake if gather(lambda: handshake.has_capacities) else None
 
 
-def main(config: EngineConfig, lifeline: Lifeline) -> None:
+def main(config: EngineConfig, lifeline: Lifeline, index: int) -> None:
     """Serve until the lifeline is cut."""
     channels = Channels(config, lifeline)
     if handshake := shake_hands(config, channels):

@@ -38,6 +38,7 @@ class Request:
     is_prompt_scored: bool = False
     num_prompt_scored: int = 0  # prompt tokens from the second on whose scores are delivered or in flight
     was_admitted: bool = False
+    num_preemptions: int = 0
     refused_at: int = 0  # free blocks beyond one for each running row, when it last did not fit
     row: int | None = None
     num_in_flight: int = 0  # sampled tokens of a preempted request that are still to arrive

@@ -18,6 +18,11 @@ class EngineProcess:
     """Starts `launch.py` with the given flags; a context manager that stops it and asserts that nothing is left."""
 
     def __init__(self, *flags: str, environment: dict[str, str] | None = None, address: str | None = None):
+        if not {"--port", "--uds", "--no-http"}.intersection(flags):
+            flags += ("--port", "0")
+        if "--shutdown-timeout" not in flags:
+            flags += ("--shutdown-timeout", "0")
+        self.url = ""
         self.folder = tempfile.TemporaryDirectory(prefix="engine-")
         self.address = address or f"ipc://{self.folder.name}/s"
         self.stderr = open(Path(self.folder.name) / "stderr", "w+")
@@ -48,6 +53,7 @@ class EngineProcess:
         """Until the ready line; fails with what the engine said when it ends first."""
         line = self.process.stdout.readline()
         assert line.startswith("ready: "), f"{line!r}\n{self.errors()}"
+        self.url = line.split(" and ")[-1].strip()
         self.remember()
 
     def remember(self) -> None:
@@ -58,7 +64,7 @@ class EngineProcess:
                 self.run_dir = Path(found[1])
 
     def pid_of(self, name: str, timeout_s: float = 20) -> int:
-        """The process of a role: launcher, worker, scheduler or frontend."""
+        """The process of a role, the first of several: launcher, worker, scheduler or frontend."""
         if name == "launcher":
             return self.process.pid
         deadline = time.monotonic() + timeout_s

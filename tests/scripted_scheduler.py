@@ -20,12 +20,15 @@ from protocol.messages import (
     FrontendHello,
     GetStats,
     SchedulerReady,
+    Snapshot,
     Stats,
     TokenBatch,
     decode_from_frontend,
     pack,
     unpack,
 )
+from protocol.metrics import STEP_TOKENS
+from protocol.places import listen_http, with_listener
 from protocol.transport import RoutedEndpoint, bind, open_socket
 from tests import tiny_tokenizers
 
@@ -83,7 +86,7 @@ class ScriptedScheduler(threading.Thread):
                 for handle in handles:
                     self.running.pop(handle, None)
             case GetStats():
-                self.send(Stats(len(self.running), *[0] * 13))
+                self.send(Snapshot(Stats(len(self.running), *[0] * 13), [0] * (len(STEP_TOKENS) + 1), 0, []))
 
     def output_of(self, request: AddRequest) -> list[int]:
         prompt = unpack(request.prompt).tolist()
@@ -118,20 +121,26 @@ class RunningFrontend:
             client_address=f"ipc://{folder / 'engine.sock'}",
             epoch=7,
             executor=executor,
-            **options,
+            **{"port": None} | options,
         )
         Path(self.config.run_dir).mkdir(mode=0o700)
+        listener = listen_http(self.config)
+        if listener is not None:
+            self.config = with_listener(self.config, listener)
+        inherited = [] if listener is None else [listener.fileno()]
         self.scheduler = ScriptedScheduler(self.config, script)
         self.scheduler.start()
         ours, theirs = socket.socketpair()
         self.lifeline = ours
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "frontend.main", str(save_config(self.config)), str(theirs.fileno())],
+            [sys.executable, "-m", "frontend.main", str(save_config(self.config)), str(theirs.fileno()), "0"],
             cwd=ROOT,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), *inherited],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         theirs.close()
+        if listener is not None:
+            listener.close()
         ours.settimeout(30)
         self.first_line = ours.recv(4096)
 

@@ -200,7 +200,7 @@ def test_templates_are_found_and_give_one_bos(tmp_path, form):
 @pytest.mark.parametrize(
     "template, reason",
     [
-        (None, "no chat template; send prompt or prompt_ids"),
+        (None, "no chat template; start the engine with --chat-template FILE, or send a prompt"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ ''.__class__.__mro__ }}", "unsafe|undefined"),
         ("{{ messages[5].content }}", "the chat template refused"),
@@ -278,4 +278,4 @@ def test_texts_far_too_long_are_refused_before_they_are_tokenised(admission):
     untouchable = dataclasses.replace(admission.tokenizer, backend=None)
     admission.tokenizer = untouchable
     with pytest.raises(ValueError, match="prompt may have at most 640 characters, got 641"):
-        admission._tokenize("x" * 641, None)
+        admission._tokenize(Generate(1, prompt="x" * 641))

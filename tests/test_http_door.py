@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from frontend.client import Client
-from frontend.http_bodies import NOT_YET, chat_request, completion_requests, read_chat, read_completion
+from frontend.http_bodies import NOT_YET, ChatBody, CompletionBody, chat_request, completion_requests, read_body
 from frontend.http_door import MAX_BODY_BYTES
 from tests.checksum_reference import continuation
 from tests.engine_process import ROOT, EngineProcess
@@ -20,18 +20,11 @@ from tests.test_checksum_engine import FLAGS, assert_back_to_start, idle_stats
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextmanager
 def checksum_engine(*flags: str):
     """An engine, an HTTP client and a ZMQ client of it."""
-    port = free_port()
-    with EngineProcess(*FLAGS, "--port", str(port), *flags) as engine, Client(engine.address) as zmq_client:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+    with EngineProcess(*FLAGS, *flags) as engine, Client(engine.address) as zmq_client:
+        with httpx.Client(base_url=engine.url, timeout=30) as http:
             yield http, zmq_client
 
 
@@ -49,12 +42,11 @@ def http(engine):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A door with a tokenizer and a chat template; the model answers a prompt with the same text again."""
-    port = free_port()
     files = {"tokenizer_config.json": json.dumps({"chat_template": TEMPLATE})}
     folder = tmp_path_factory.mktemp("text")
-    frontend = text_frontend(folder, files, port=port)
-    with frontend, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-        yield http
+    with text_frontend(folder, files, port=0) as frontend:
+        with httpx.Client(base_url=f"http://127.0.0.1:{frontend.config.port}", timeout=30) as http:
+            yield http
 
 
 def events(response: httpx.Response) -> list[dict | str]:
@@ -154,7 +146,7 @@ def test_a_bad_body_is_refused_with_the_field_in_openais_shape(http, body, messa
 @pytest.mark.parametrize("field", NOT_YET)
 def test_fields_to_come_are_refused_by_name(field):
     with pytest.raises(ValueError, match=f"{field} is not supported yet"):
-        read_chat(json.dumps({"messages": [], field: 1}).encode())
+        read_body(json.dumps({"messages": [], field: "x"}).encode(), ChatBody)
 
 
 def test_other_errors_have_openais_shape_too(http):
@@ -172,13 +164,13 @@ def test_other_errors_have_openais_shape_too(http):
 
 def test_null_is_the_default_and_both_names_of_the_length_are_taken():
     body = {"messages": [{"role": "user", "content": "x"}], "temperature": None, "stop": None, "seed": None, "n": None, "max_tokens": None}
-    plain = chat_request(read_chat(b'{"messages":[{"role":"user"}]}'))
-    assert chat_request(read_chat(json.dumps(body).encode())).sampling == plain.sampling
+    plain = chat_request(read_body(b'{"messages":[{"role":"user"}]}', ChatBody))
+    assert chat_request(read_body(json.dumps(body).encode(), ChatBody)).sampling == plain.sampling
     for name in ("max_tokens", "max_completion_tokens"):
-        assert chat_request(read_chat(json.dumps(body | {name: 7}).encode())).sampling.max_tokens == 7
+        assert chat_request(read_body(json.dumps(body | {name: 7}).encode(), ChatBody)).sampling.max_tokens == 7
     with pytest.raises(ValueError, match="differ"):
-        chat_request(read_chat(json.dumps(body | {"max_tokens": 7, "max_completion_tokens": 8}).encode()))
-    biased = read_completion(b'{"prompt": "x", "logit_bias": {"5": -100}, "ignore_eos": true, "min_tokens": 2}')
+        chat_request(read_body(json.dumps(body | {"max_tokens": 7, "max_completion_tokens": 8}).encode(), ChatBody))
+    biased = read_body(b'{"prompt": "x", "logit_bias": {"5": -100}, "ignore_eos": true, "min_tokens": 2}', CompletionBody)
     (request,) = completion_requests(biased)
     assert request.sampling.logit_bias == {"5": -100.0} and request.sampling.ignore_eos and request.sampling.min_tokens == 2
 

@@ -102,7 +102,7 @@ class FakeModel(ChecksumModel):
 def test_an_engine_serves_on_when_nobody_reads_what_it_prints(tmp_path):
     """Standard output a closed pipe, and none of the three streams open."""
     sockets = [tmp_path / "a", tmp_path / "b"]
-    command = [sys.executable, str(ROOT / "launch.py"), *CHECKSUM, "--zmq-listen"]
+    command = [sys.executable, str(ROOT / "launch.py"), *CHECKSUM, "--port", "0", "--zmq-listen"]
     piped = subprocess.Popen([*command, f"ipc://{sockets[0]}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     piped.stdout.close()
     closed = subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command, f"ipc://{sockets[1]}"])

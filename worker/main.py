@@ -16,7 +16,6 @@ from worker.executor import Executor, build_executor, build_model, most_tokens
 from worker.failpoint import Failpoint
 from worker.results import ResultSender
 
-RANK = 0  # one worker so far
 IDLE_MS = 100
 
 
@@ -29,9 +28,9 @@ def connect(context: zmq.Context, kind: int, address: str, identity: str | None 
     return socket
 
 
-def start(config: EngineConfig, deltas: Endpoint) -> Executor:
+def start(config: EngineConfig, deltas: Endpoint, rank: int) -> Executor:
     """Load, shake hands, allocate and capture; once it returns, step 0 may come."""
-    deltas.send(WorkerHello(PROTOCOL_VERSION, config.epoch, RANK))
+    deltas.send(WorkerHello(PROTOCOL_VERSION, config.epoch, rank))
     model = build_model(config)
     begin = deltas.receive()
     assert isinstance(begin, WorkerBegin)
@@ -71,7 +70,7 @@ def serve(
             sender.publish(delta.step, sampled_N, batch.num_results, batch.scores_XW)
 
 
-def main(config: EngineConfig, lifeline: Lifeline) -> None:
+def main(config: EngineConfig, lifeline: Lifeline, index: int) -> None:
     """A worker's whole life."""
     die_with_supervisor()
     exit_when_cut(lifeline)
@@ -80,12 +79,12 @@ def main(config: EngineConfig, lifeline: Lifeline) -> None:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     context = zmq.Context()
-    deltas = Endpoint(connect(context, zmq.DEALER, config.address("workers"), f"worker-{RANK}"), decode_to_worker)
+    deltas = Endpoint(connect(context, zmq.DEALER, config.address("workers"), f"worker-{index}"), decode_to_worker)
     results = Endpoint(connect(context, zmq.PUSH, config.address("results")), decode_result)
-    executor = start(config, deltas)
+    executor = start(config, deltas, index)
     lifeline.send(Ready(f"{executor.num_blocks} KV blocks of {config.block_size} tokens"))
     on_gpu = executor.batch.rows.length_R.is_cuda
-    trace = open_trace(config.trace_dir, f"worker-{RANK}")
+    trace = open_trace(config.trace_dir, f"worker-{index}")
     timer = step_timer(trace, on_gpu)
     most_scores = config.max_num_seqs + most_tokens(config)
     sender = ResultSender(results, config.max_pipeline_depth, config.max_num_seqs, most_scores, on_gpu, trace, timer)

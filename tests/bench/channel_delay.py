@@ -57,7 +57,7 @@ class DelayedEngine:
 
     def _start(self, module: str, config_file: str, *more: str) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", module, config_file, str(theirs.fileno()), *more]
+        command = [sys.executable, "-m", module, config_file, str(theirs.fileno()), "0", *more]
         process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL)
         theirs.close()
         self.processes.append((ours, process))

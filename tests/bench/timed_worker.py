@@ -32,7 +32,7 @@ class TimedModel(ChecksumModel):
 
 def build_model(config: EngineConfig) -> TimedModel:
     """In the place of worker.executor.build_model."""
-    return TimedModel(config.max_model_len, float(sys.argv[3]) / 1e3)
+    return TimedModel(config.max_model_len, float(sys.argv[4]) / 1e3)
 
 
 if __name__ == "__main__":

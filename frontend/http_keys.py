@@ -1,0 +1,44 @@
+"""Who may use the HTTP door: an API key is asked for everywhere, save where a load balancer looks."""
+
+import hashlib
+import hmac
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from frontend.http_replies import error_body
+
+OPEN_PATHS = ("/health", "/ready")
+
+
+def key_hash(key: str) -> str:
+    """How a configuration holds a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class KeyGate:
+    """Lets requests with a known key through, with its hash in the scope's `key_hash`; with no keys configured, all."""
+
+    def __init__(self, app: ASGIApp, hashes: list[str]):
+        self.app, self.hashes = app, hashes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        scope["key_hash"] = ""
+        if self.hashes and scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            found = self._find(key.strip()) if scheme.lower() == "bearer" else None
+            if found is None:
+                body = msgspec.json.encode(error_body(401, "a valid API key is needed: send it as Authorization: Bearer KEY"))
+                await Response(body, 401, {"WWW-Authenticate": "Bearer"}, "application/json")(scope, receive, send)
+                return
+            scope["key_hash"] = found
+        await self.app(scope, receive, send)
+
+    def _find(self, key: str) -> str | None:
+        """Compares with every hash in constant time, so that the time tells nothing of the keys."""
+        given = key_hash(key)
+        matches = [known for known in self.hashes if hmac.compare_digest(given, known)]
+        return matches[0] if matches else None
