@@ -100,6 +100,10 @@ def check_config(config: EngineConfig) -> None:
             raise ValueError(f"--{field.replace('_', '-')} must be between {low} and {high}, got {value}")
     if config.block_size not in BLOCK_SIZES:
         raise ValueError(f"--block-size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {config.block_size}")
+    if config.preemption_mode == "swap" and not config.swap_space:
+        raise ValueError("--preemption-mode swap needs --swap-space")
+    if config.preemption_mode == "recompute" and config.swap_space:
+        raise ValueError("--swap-space has no effect with --preemption-mode recompute")
     if config.failpoint is not None and config.executor != "checksum":
         raise ValueError("a failpoint works with --executor checksum only")
 
