@@ -35,6 +35,7 @@ HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 FOR_HTTP = {
     "host", "port", "uds", "api_key", "api_key_file", "ignore_unknown_fields", "sse_keep_alive_interval", "metrics_prefix",
 }  # fmt: skip
+FOR_PATHS = {"uds", "trace_dir"}
 
 # ---- configuration ----------------------------------------------------------------------------------------------------
 
@@ -94,7 +95,9 @@ def make_config(said: dict[str, object], environment: dict[str, str]) -> EngineC
         "failpoint": environment.get("STEPAHEAD_FAIL"),
         "cache_dir": cache_folder(environment),
     }
-    made |= {field: os.path.abspath(said[field]) for field in ("uds", "trace_dir") if field in said}  # the children run elsewhere
+    for field in FOR_PATHS & said.keys():
+        check_text(name_of(field), said[field])
+        made[field] = os.path.abspath(said[field])  # the children run elsewhere
     if "chat_template" in said:
         made["chat_template"] = read_template(said["chat_template"])
     if not said.get("http", True):
@@ -102,8 +105,8 @@ def make_config(said: dict[str, object], environment: dict[str, str]) -> EngineC
     rest = {field: value for field, value in said.items() if field not in LAUNCH_TYPES}
     config = EngineConfig(run_dir="", epoch=secrets.randbits(63), **rest | made)
     check_config(config)
-    for flag, text in (("--model", config.model), ("--served-model-name", config.served_model_name), ("--uds", config.uds)):
-        check_text(flag, text)
+    for field in ("model", "served_model_name", "host"):
+        check_text(name_of(field), getattr(config, field))
     return config
 
 
@@ -119,12 +122,13 @@ def check_together(said: dict[str, object]) -> None:
 
 def read_template(given: str) -> str:
     """A chat template's text, given as it is or as a file. Raises ValueError when it is neither."""
-    if "{" in given or "\n" in given:
-        return given
     try:
-        return Path(given).expanduser().read_text("utf-8")
+        if "{" not in given and "\n" not in given:
+            return Path(given).expanduser().read_text("utf-8")
+        given.encode()  # the text of a terminal in another encoding
+        return given
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"--chat-template is no template (it has no braces) and no file that can be read: {error}") from None
+        raise ValueError(f"--chat-template is no file that can be read, and no template, which has braces: {error}") from None
 
 
 def absolute_address(address: str) -> str:
@@ -139,9 +143,9 @@ def cache_folder(environment: dict[str, str]) -> str | None:
     return None if base == "~" else f"{base}/stepahead"
 
 
-def check_text(flag: str, text: str | None) -> None:
-    """Raise ValueError unless the text, where there is one, can be sent to the children and stand in the ready line."""
-    if text is not None and (not text.strip() or not text.isprintable()):
+def check_text(flag: str, text: str) -> None:
+    """Raise ValueError unless the text can be sent to the children and stand in the ready line."""
+    if not text.strip() or not text.isprintable():
         raise ValueError(f"{flag} must be printable text on one line, got {text!r}")
 
 

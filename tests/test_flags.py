@@ -165,8 +165,10 @@ def test_a_chat_template_is_a_text_or_a_file(tmp_path):
     (tmp_path / "t.jinja").write_text("Größe {{ m }}\n")
     assert config("--chat-template", str(tmp_path / "t.jinja")).chat_template == "Größe {{ m }}\n"
     assert config("--chat-template", "{{ m }}").chat_template == "{{ m }}"
-    with pytest.raises(ValueError, match="--chat-template is no template .* and no file that can be read: .*No such file"):
+    with pytest.raises(ValueError, match="--chat-template is no file that can be read, and no template, .*: .*No such file"):
         config("--chat-template", str(tmp_path / "none.jinja"))
+    with pytest.raises(ValueError, match="--chat-template is no file"):
+        config("--chat-template", "{\udcff}")
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -193,6 +195,9 @@ def test_a_chat_template_is_a_text_or_a_file(tmp_path):
     (["--no-http", "--api-key", "x"], "--api-key has no effect with --no-http"),
     (["--no-http", "--uds", "x"], "--uds has no effect with --no-http"),
     (["--uds", "x", "--host", "::"], "--host has no effect with --uds"),
+    (["--uds", ""], "--uds must be printable text on one line, got ''"),
+    (["--host", "a\nb"], "--host must be printable text on one line, got 'a\\nb'"),
+    (["--metrics-prefix", "9:"], "--metrics-prefix must be letters, digits and _, no digit first, got '9:'"),
     (["--uds", "x", "--port", "1"], "--port has no effect with --uds"),
 ])  # fmt: skip
 def test_a_wrong_flag_is_refused_in_one_line(arguments, said):
