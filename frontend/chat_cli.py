@@ -65,7 +65,6 @@ class Chat:
             except KeyboardInterrupt:
                 if not self.is_terminal:
                     raise
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the next line: impatience ends no chat
                 self.display.end_line()
                 return False
         return True
@@ -74,7 +73,7 @@ class Chat:
         """What the user says next, once it is no command; None at the end."""
         while True:
             try:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGINT, _interrupt_once)
                 line = input(PROMPT if self.is_terminal else "").strip()
             except EOFError:
                 self.display.end_line()
@@ -114,3 +113,8 @@ class Chat:
     def _show_error(self, code: int, message: str) -> None:
         self.display.end_line()
         self.display.error(code, message)
+
+
+def _interrupt_once(*_: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the next line is read: impatience ends no chat
+    raise KeyboardInterrupt
