@@ -3,7 +3,6 @@
 Exit codes: 0 after a signal, 1 when a process of the engine died, 2 when arguments, model or address are at fault.
 """
 
-import argparse
 import os
 import resource
 import secrets
@@ -13,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +20,10 @@ from typing import TextIO
 import msgspec
 
 from protocol.address import default_client_address, door_address
+from protocol.api_keys import api_key_hashes
+from protocol.arguments import parse_arguments
 from protocol.config import EngineConfig, check_config, save_config
+from protocol.flags import LAUNCH_TYPES, name_of
 from protocol.lifeline import DRAIN, Failed, Ready, decode_line, remove_leftovers
 from protocol.places import listen_http, lock_address, make_run_dir, with_listener
 from protocol.transport import check_ipc_address
@@ -34,74 +35,13 @@ MAX_OPEN_FILES = 65_536
 SMOLLM2 = "smollm2-135m"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
-# ---- arguments ----------------------------------------------------------------------------------------------------
+# Fields that mean something to the HTTP door only.
+FOR_HTTP = {
+    "host", "port", "uds", "api_key", "api_key_file", "ignore_unknown_fields", "sse_keep_alive_interval", "metrics_prefix",
+}  # fmt: skip
+FOR_PATHS = {"uds", "trace_dir"}
 
-
-def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """The flags, named as `vllm serve` names them, with SGLang's names as aliases. Ends the process on an unknown one."""
-    parser = argparse.ArgumentParser(
-        prog="launch.py",
-        description="Serve a language model.",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    defaults = {field.name: field.default for field in msgspec.structs.fields(EngineConfig)}
-
-    def add(group: argparse._ArgumentGroup, field: str, *names: str, help: str, **options: object) -> None:
-        group.add_argument(*names, dest=field, default=defaults[field], help=help, **options)
-
-    model = parser.add_argument_group("model")
-    model.add_argument("positional_model", nargs="?", metavar="MODEL", help="same as --model")
-    model.add_argument(
-        "--model", "--model-path", help=f"a folder, a .gguf file, a Hugging Face id or {SMOLLM2}; default: {SMOLLM2} where installed"
-    )
-    model.add_argument("--served-model-name", help="name shown to clients; default: what --model says")
-    add(model, "dtype", "--dtype", help="of weights and KV cache", choices=["auto", "float32", "bfloat16", "float16"])
-    add(model, "device", "--device", help="where the workers run", choices=["auto", "cpu", "cuda"])
-    add(model, "load_format", "--load-format", help="dummy: random weights, to measure speed", choices=["auto", "dummy"])
-    add(model, "max_model_len", "--max-model-len", "--context-length", type=int, help="longest context in tokens; default: the model's")
-    add(model, "executor", "--executor", help=argparse.SUPPRESS, choices=["transformer", "checksum"])
-
-    _add_batching(parser.add_argument_group("batching"), add)
-
-    memory = parser.add_argument_group("memory and compute")
-    add(memory, "block_size", "--block-size", "--page-size", type=int, help="tokens per KV block")
-    add(memory, "num_kv_blocks", "--num-kv-blocks", "--num-gpu-blocks-override", type=int, help="KV blocks; default: from --kv-cache-gib")
-    add(memory, "kv_cache_gib", "--kv-cache-gib", type=float, help="KV cache at most, in GiB; default: 2 on a CPU")
-    no_cache = ("--no-enable-prefix-caching", "--disable-radix-cache")
-    add(memory, "enable_prefix_caching", *no_cache, action="store_false", help="compute every prompt anew")
-    add(memory, "gpu_memory_utilization", "--gpu-memory-utilization", "--mem-fraction-static", type=float, help="share of a GPU's memory")
-    add(memory, "swap_space", "--swap-space", type=float, help="GiB of host memory for the KV of preempted requests")
-    modes = {"choices": ["auto", "recompute", "swap"], "help": "how they come back; auto: what takes less time"}
-    add(memory, "preemption_mode", "--preemption-mode", **modes)
-    add(memory, "enforce_eager", "--enforce-eager", "--disable-cuda-graph", action="store_true", help="no CUDA graphs")
-    add(memory, "tune_kernels", "--no-tune-kernels", action="store_false", help="take default kernels, time none at load")
-    add(memory, "num_threads", "--num-threads", type=int, help="CPU threads of a worker; default: one per core")
-    add(memory, "tensor_parallel_size", "--tensor-parallel-size", "-tp", "--tp", "--tp-size", type=int, help="workers")
-    add(memory, "op_by_op", "--op-by-op", help=argparse.SUPPRESS, action="store_true")
-
-    doors = parser.add_argument_group("doors")
-    add(doors, "host", "--host", help="address for HTTP clients")
-    add(doors, "port", "--port", type=int, help="port for HTTP clients; 0: a free one")
-    add(doors, "uds", "--uds", type=os.path.abspath, help="unix socket for HTTP clients, instead of host and port")
-    add(doors, "frontend_workers", "--frontend-workers", type=int, help="processes that serve clients")
-    add(doors, "shutdown_timeout", "--shutdown-timeout", type=float, help="seconds for open requests to end after a signal")
-    add(doors, "watchdog_timeout", "--watchdog-timeout", type=float, help="seconds that a step may take")
-    doors.add_argument("--zmq-listen", metavar="ipc://PATH", help=f"address for ZMQ clients; default: {default_client_address()}")
-    add(doors, "trace_dir", "--trace", type=os.path.abspath, metavar="DIR", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def _add_batching(group: argparse._ArgumentGroup, add: Callable[..., None]) -> None:
-    add(group, "max_num_seqs", "--max-num-seqs", "--max-running-requests", type=int, help="requests that run at once")
-    add(group, "max_num_batched_tokens", "--max-num-batched-tokens", "--chunked-prefill-size", type=int, help="tokens of one step")
-    add(group, "max_pipeline_depth", "--max-pipeline-depth", type=int, help="steps sent ahead at most; 1 waits for each")
-    add(group, "max_queued_requests", "--max-num-queued-reqs", "--max-queued-requests", type=int, help="requests that may wait")
-    add(group, "max_num_queued_tokens", "--max-num-queued-tokens", type=int, help="prompt tokens that may wait")
-    add(group, "queue_timeout", "--queue-timeout", type=float, help="seconds a request may wait to start; default: no limit")
-    policies = {"choices": ["fcfs", "priority"], "help": "priority: requests of a lower number first"}
-    add(group, "scheduling_policy", "--scheduling-policy", "--schedule-policy", **policies)
-    add(group, "seed", "--seed", "--random-seed", type=int, help="of requests without a seed; default: random")
+# ---- configuration ----------------------------------------------------------------------------------------------------
 
 
 def resolve_model(name: str | None) -> str:
@@ -144,31 +84,56 @@ def _from_hub(name: str) -> str:
         raise ValueError(f"no folder {name}, and the Hugging Face model of that name cannot be had: {reason}") from None
 
 
-def make_config(arguments: argparse.Namespace, environment: dict[str, str]) -> EngineConfig:
-    """The checked configuration, without its run directory. Raises ValueError naming what is wrong."""
-    if arguments.model is not None and arguments.positional_model is not None:
-        raise ValueError(f"two models given: {arguments.positional_model} and {arguments.model}")
-    name = arguments.model if arguments.positional_model is None else arguments.positional_model
-    is_checksum = arguments.executor == "checksum"
+def make_config(said: dict[str, object], environment: dict[str, str]) -> EngineConfig:
+    """The checked configuration from what the flags said, without its run directory. Raises ValueError naming what is wrong."""
+    check_together(said)
+    name = said.get("model")
+    is_checksum = said.get("executor") == "checksum"
     if is_checksum and name is not None:
         raise ValueError(f"--executor checksum takes no model, got {name}")
-    default_name = "checksum" if is_checksum else name or SMOLLM2
-    fields = {field.name for field in msgspec.structs.fields(EngineConfig)}
-    config = EngineConfig(
-        model="checksum" if is_checksum else resolve_model(name),
-        run_dir="",
-        client_address=absolute_address(default_client_address() if arguments.zmq_listen is None else arguments.zmq_listen),
-        epoch=secrets.randbits(63),
-        failpoint=environment.get("STEPAHEAD_FAIL"),
-        cache_dir=cache_folder(environment),
-        **{key: value for key, value in vars(arguments).items() if key in fields - {"model", "served_model_name", "cache_dir"}},
-        served_model_name=default_name if arguments.served_model_name is None else arguments.served_model_name,
-    )
+    made = {
+        "model": "checksum" if is_checksum else resolve_model(name),
+        "served_model_name": said.get("served_model_name", "checksum" if is_checksum else name or SMOLLM2),
+        "client_address": absolute_address(said.get("zmq_listen", default_client_address())),
+        "api_key_hashes": api_key_hashes(said.get("api_key", []), said.get("api_key_file")),
+        "failpoint": environment.get("STEPAHEAD_FAIL"),
+        "cache_dir": cache_folder(environment),
+    }
+    for field in FOR_PATHS & said.keys():
+        check_text(name_of(field), said[field])
+        made[field] = os.path.abspath(said[field])  # the children run elsewhere
+    if "chat_template" in said:
+        made["chat_template"] = read_template(said["chat_template"])
+    if not said.get("http", True):
+        made["port"] = None
+    rest = {field: value for field, value in said.items() if field not in LAUNCH_TYPES}
+    config = EngineConfig(run_dir="", epoch=secrets.randbits(63), **rest | made)
     check_config(config)
     check_ipc_address(door_address(config.client_address, config.frontend_workers - 1))
-    check_text("--model", config.model)
-    check_text("--served-model-name", config.served_model_name)
+    for field in ("model", "served_model_name", "host"):
+        check_text(name_of(field), getattr(config, field))
     return config
+
+
+def check_together(said: dict[str, object]) -> None:
+    """Raise ValueError where a flag would have no effect beside another."""
+    if not said.get("http", True) and (lost := FOR_HTTP & said.keys()):
+        raise ValueError(f"{name_of(min(lost))} has no effect with --no-http")
+    if "uds" in said and (lost := {"host", "port"} & said.keys()):
+        raise ValueError(f"{name_of(min(lost))} has no effect with --uds")
+    if {"kv_cache_gib", "num_kv_blocks"} <= said.keys():
+        raise ValueError("--kv-cache-gib has no effect with --num-kv-blocks")
+
+
+def read_template(given: str) -> str:
+    """A chat template's text, given as it is or as a file. Raises ValueError when it is neither."""
+    try:
+        if "{" not in given and "\n" not in given:
+            return Path(given).expanduser().read_text("utf-8")
+        given.encode()  # the text of a terminal in another encoding
+        return given
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(f"--chat-template is no file that can be read, and no template, which has braces: {error}") from None
 
 
 def absolute_address(address: str) -> str:
@@ -369,8 +334,9 @@ def say(line: str, stream: TextIO | None) -> None:
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
     open_standard_streams()
+    environment = dict(os.environ)
     try:
-        config = make_config(parse_arguments(arguments), dict(os.environ))
+        config = make_config(parse_arguments(arguments, environment), environment)
         signals = catch_signals()  # not before, since a download should end at once
         address_lock = lock_address(config.client_address)
         listener = listen_http(config)

@@ -1,10 +1,12 @@
 """The frozen configuration that launch.py hands to every process."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+PROMETHEUS_NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 Executor = Literal["transformer", "checksum"]
@@ -101,6 +103,12 @@ def check_config(config: EngineConfig) -> None:
             raise ValueError(f"--{field.replace('_', '-')} must be between {low} and {high}, got {value}")
     if config.block_size not in BLOCK_SIZES:
         raise ValueError(f"--block-size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {config.block_size}")
+    if not PROMETHEUS_NAME.fullmatch(config.metrics_prefix):
+        raise ValueError(f"--metrics-prefix must be letters, digits and _, no digit first, got {config.metrics_prefix!r}")
+    if config.preemption_mode == "swap" and not config.swap_space:
+        raise ValueError("--preemption-mode swap needs --swap-space")
+    if config.preemption_mode == "recompute" and config.swap_space:
+        raise ValueError("--swap-space has no effect with --preemption-mode recompute")
     if config.failpoint is not None and config.executor != "checksum":
         raise ValueError("a failpoint works with --executor checksum only")
 
