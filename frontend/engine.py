@@ -32,9 +32,10 @@ class EngineClient:
     a Failure. It must not call back. Invariant: `open` holds exactly the choices whose last word their listener has not heard.
     """
 
-    def __init__(self, endpoint: Endpoint, tokenizer: ModelTokenizer | None):
+    def __init__(self, endpoint: Endpoint, tokenizer: ModelTokenizer | None, stream_interval: int = 1):
         self.endpoint = endpoint
         self.tokenizer = tokenizer
+        self.stream_interval = stream_interval  # tokens
         self.open: dict[int, OpenRequest] = {}
         self.next_handle = 1
         self.next_snapshot: asyncio.Future[Snapshot] | None = None
@@ -164,7 +165,7 @@ class EngineClient:
         if stopped:  # by a stop string, of which the scheduler knows nothing
             self._send(AbortRequests(stopped))
         for request in touched.values():
-            if request.streams or request.finish_reason is not None:
+            if request.is_due(self.stream_interval):
                 request.choices.listener(request.take_delta())
 
     def _take_snapshot(self, snapshot: Snapshot) -> None:

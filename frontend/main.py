@@ -37,7 +37,7 @@ def main(config: EngineConfig, lifeline: Lifeline, index: int) -> None:
         endpoint.socket.connect(config.address("frontends"))
         limits = _greet_scheduler(endpoint, lifeline, config.epoch, 0 if tokenizer is None else tokenizer.size)
         if limits is not None:
-            engine = EngineClient(endpoint, tokenizer)
+            engine = EngineClient(endpoint, tokenizer, config.stream_interval)
             with ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer") as threads:
                 takes_priority = config.scheduling_policy == "priority"
                 admission = Admission(tokenizer, end_ids, limits, threads, config.seed, takes_priority, defaults)

@@ -104,6 +104,7 @@ class OpenRequest:
         self.min_tokens = min_tokens
         self.scores = scores
         self.streams = streams  # else everything is wanted at once, at the end
+        self.has_begun = False  # a delta was taken
         self.times = times or Times(0.0, 0.0)
         self.num_timed = 0  # tokens that the metrics have been told of
         self.num_generated = 0
@@ -135,8 +136,15 @@ class OpenRequest:
             self.text += self.stops.flush()
             self.finish_reason = reason
 
+    def is_due(self, interval: int) -> bool:
+        """Whether its listener is to hear of it now: of the first tokens at once, then of so many together, at the end of all."""
+        if self.finish_reason is not None:
+            return True
+        return self.streams and (not self.has_begun or len(self.token_ids) >= interval)
+
     def take_delta(self) -> Delta:
         """What came since the last call."""
+        self.has_begun = True
         usage = None if self.finish_reason is None else self.choices.end(self.num_generated)
         scores, prompt_scores = self.scores.take(has_tokens=bool(self.token_ids))
         delta = Delta(self.text, self.token_ids, self.finish_reason, usage, self.index, scores, prompt_scores)
