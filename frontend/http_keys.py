@@ -3,7 +3,6 @@
 import hmac
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,8 +22,8 @@ class KeyGate:
         """An ASGI application."""
         scope["key_hash"] = ""
         if self.hashes and scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            found = self._find(key.strip()) if scheme.lower() == "bearer" else None
+            scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+            found = self._find(key.strip()) if scheme.lower() == b"bearer" else None
             if found is None:
                 body = msgspec.json.encode(error_body(401, "a valid API key is needed: send it as Authorization: Bearer KEY"))
                 await Response(body, 401, {"WWW-Authenticate": "Bearer"}, "application/json")(scope, receive, send)
@@ -32,7 +31,7 @@ class KeyGate:
             scope["key_hash"] = found
         await self.app(scope, receive, send)
 
-    def _find(self, key: str) -> str | None:
+    def _find(self, key: bytes) -> str | None:
         """Compares with every hash in constant time, so that the time tells nothing of the keys."""
         given = hash_of_key(key)
         matches = [known for known in self.hashes if hmac.compare_digest(given, known)]

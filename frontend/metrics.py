@@ -97,13 +97,12 @@ class RequestMetrics:
 
 
 def add_up(reports: list[FrontendReport]) -> FrontendReport:
-    """The sum of several frontends' reports."""
+    """The sum of the reports of one frontend or more."""
     finished, rejected, sums = Counter(), Counter(), Counter()
     histograms = {}
-    for name, bounds in HISTOGRAMS.items():
+    for name in HISTOGRAMS:
         parts = [report.histograms[name] for report in reports]
-        counts = [sum(column) for column in zip(*(counts for counts, _ in parts))]
-        histograms[name] = (counts or [0] * (len(bounds) + 1), sum(total for _, total in parts))
+        histograms[name] = ([sum(column) for column in zip(*(counts for counts, _ in parts))], sum(total for _, total in parts))
     for report in reports:
         finished.update(report.finished)
         rejected.update(report.rejected)

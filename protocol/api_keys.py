@@ -9,16 +9,17 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 
-def hash_of_key(key: str) -> str:
-    """SHA-256, in hex, of the key's UTF-8."""
-    return hashlib.sha256(key.encode()).hexdigest()
+def hash_of_key(key: bytes) -> str:
+    """SHA-256, in hex."""
+    return hashlib.sha256(key).hexdigest()
 
 
 def api_key_hashes(keys: list[str], file: str | None) -> list[str]:
     """The hashes of the keys and of those in the file, each once. Raises ValueError, which shows no key."""
     for key in keys:
         _check(key, "--api-key")
-    return list(dict.fromkeys(map(hash_of_key, keys + ([] if file is None else _read_keys(file)))))
+    keys = keys + ([] if file is None else _read_keys(file))
+    return list(dict.fromkeys(hash_of_key(key.encode()) for key in keys))
 
 
 def _read_keys(file: str) -> list[str]:

@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 
+import psutil
 import pytest
 
 from frontend.client import Client
@@ -74,6 +75,10 @@ class Terminal:
             assert time.monotonic() < deadline and self._read(), f"no {pattern!r} in {self.text[self.seen :]!r}"
         self.seen = found.end()
 
+    def is_at_rest(self) -> bool:
+        """Whether the chat waits for something."""
+        return psutil.Process(self.process.pid).status() == psutil.STATUS_SLEEPING
+
     def end(self) -> int:
         """Read until the process has ended; returns its exit code."""
         while self._read():
@@ -136,6 +141,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat_and_what_was_said(engine):
         terminal.wait_for("x{40}")
         terminal.type(CTRL_C)
         terminal.wait_for("\n> ")
+        assert wait_until(terminal.is_at_rest, 10)  # input() misses a signal between its prompt and its wait for a key
         terminal.type(CTRL_C)  # with nothing to stop
         terminal.wait_for("> ")
         terminal.type("/quit\n")
