@@ -190,7 +190,8 @@ class SchedulerProcess:
         deadline = self.step_deadline
         if deadline is not None and time.monotonic() > deadline:
             step = self.scheduler.in_flight[0].delta.step
-            raise StuckStep(f"step {step} has not come back for {self.step_age_s():.1f} s; --watchdog-timeout is {self.watchdog_s:g} s")
+            late = f"step {step} has not come back from the worker for {self.step_age_s():.1f} s"
+            raise StuckStep(f"{late}; --watchdog-timeout is {self.watchdog_s:g} s")
 
     def step_age_s(self) -> float:
         """Time since a result was due; 0 at rest."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from worker.batch import StepBatch
 
 VOCAB_SIZE = 1000
-MAX_MODEL_LEN = 4096
+DEFAULT_MODEL_LEN = 4096
 
 
 def position_weights(count: int) -> np.ndarray:
@@ -31,7 +31,7 @@ class ChecksumModel:
     device = torch.device("cpu")
 
     def __init__(self, max_model_len: int | None):
-        self.max_model_len = min(max_model_len or MAX_MODEL_LEN, MAX_MODEL_LEN)
+        self.max_model_len = max_model_len or DEFAULT_MODEL_LEN
         self.weights_L = torch.from_numpy(position_weights(self.max_model_len))
 
     def allocate_pools(self, num_blocks: int, block_size: int) -> None:
