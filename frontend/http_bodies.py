@@ -1,14 +1,16 @@
 """Bodies of the OpenAI-compatible routes, strictly typed, and what they ask of the engine. No sockets here."""
 
+import re
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from protocol.messages import ChatMessage, Generate
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, check_bounds
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 1024
+NEAR_BYTES = 40
 # Known, and not here yet: refused by name, since ignoring them would give another answer than was asked for. The values beside them ask
 # for nothing, and neither does null.
 NOT_YET: dict[str, tuple[object, ...]] = {
@@ -134,7 +136,7 @@ SAME = [name for name in SamplingParams.__struct_fields__ if name in Body.__stru
 
 def read_body(data: bytes, kind: type[Kind], ignores_unknown: bool = False) -> Kind:
     """Raises ValueError or msgspec's DecodeError naming the field, for a body that is not one."""
-    fields = msgspec.json.decode(data)
+    fields = _decode(data)
     if not isinstance(fields, dict):
         raise ValueError(f"the body must be a JSON object, got {type(fields).__name__}")
     for name, harmless in NOT_YET.items():
@@ -144,6 +146,16 @@ def read_body(data: bytes, kind: type[Kind], ignores_unknown: bool = False) -> K
     if ignores_unknown:
         fields = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     return msgspec.convert(fields, kind)
+
+
+def _decode(data: bytes) -> object:
+    """JSON; where it is none, the error shows the place, since NaN and its like have no field yet."""
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        found = re.search(r"\(byte (\d+)\)$", str(error))
+        near = data[max(0, int(found[1]) - NEAR_BYTES) : int(found[1]) + NEAR_BYTES] if found else data[-NEAR_BYTES:]
+        raise ValueError(f"{error}, near {near.decode(errors='replace')!r}") from None
 
 
 def completion_requests(body: CompletionBody) -> list[Generate]:
@@ -178,6 +190,8 @@ def chat_request(body: ChatBody) -> Generate:
         raise ValueError(f"max_tokens {body.max_tokens} and max_completion_tokens {body.max_completion_tokens} differ: give one")
     if body.top_logprobs is not None and not body.logprobs:
         raise ValueError(f"top_logprobs must be left out unless logprobs is true, got {body.top_logprobs}")
+    check_bounds("max_tokens", body.max_completion_tokens, "max_completion_tokens")
+    check_bounds("logprobs", body.top_logprobs, "top_logprobs")
     most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     params = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs)
     return _request(body, params, messages=chat_messages(body.messages))

@@ -91,12 +91,17 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+def check_bounds(field: str, value: float | None, name: str | None = None) -> None:
+    """Raise ValueError for a value out of the field's bounds; `name` is what the client calls it."""
+    low, high = BOUNDS[field]
+    if value is not None and not low <= value <= high:  # written so that NaN fails too
+        raise ValueError(f"{name or field} must be between {low} and {high}, got {value}")
+
+
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Raise ValueError naming the field, its value and its limit for the first field out of bounds."""
-    for field, (low, high) in BOUNDS.items():
-        value = getattr(params, field)
-        if value is not None and not low <= value <= high:  # written so that NaN fails too
-            raise ValueError(f"{field} must be between {low} and {high}, got {value}")
+    for field in BOUNDS:
+        check_bounds(field, getattr(params, field))
     for field in ("logprobs", "prompt_logprobs"):
         if (getattr(params, field) or 0) > vocab_size:
             raise ValueError(f"{field} must be at most {vocab_size}, the size of the vocabulary, got {getattr(params, field)}")
