@@ -158,6 +158,7 @@ class AddRequest(Message, frozen=True):
     controls: RowControls | None = None  # without tokens
     is_scored: bool = False  # the log-probabilities of its tokens are wanted
     is_prompt_scored: bool = False  # and those of its prompt, of the first choice only
+    is_stepwise: bool = False  # no step of it is planned before the last one's token is here: what may come next hangs on it
 
 
 class AbortRequests(Message, frozen=True):

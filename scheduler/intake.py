@@ -96,6 +96,7 @@ def choices_of(
             controls=message.controls,
             is_scored=message.is_scored,
             is_prompt_scored=message.is_prompt_scored and index == 0,
+            is_stepwise=message.is_stepwise,
         )
         for index, seed in enumerate([message.sampling.seed, *message.more_seeds])
     ]

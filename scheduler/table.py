@@ -36,6 +36,7 @@ class Request:
     controls: RowControls | None = None
     is_scored: bool = False  # the log-probabilities of its tokens are wanted
     is_prompt_scored: bool = False
+    is_stepwise: bool = False  # has no token planned while one is in flight
     num_prompt_scored: int = 0  # prompt tokens from the second on whose scores are delivered or in flight
     was_admitted: bool = False
     num_preemptions: int = 0
@@ -73,6 +74,7 @@ class RequestTable:
         self.prefill_end_R = np.zeros(R, dtype=np.int32)
         self.limit_R = np.zeros(R, dtype=np.int32)
         self.is_scored_R = np.zeros(R, dtype=bool)
+        self.is_stepwise_R = np.zeros(R, dtype=bool)
         self.num_blocks_R = np.zeros(R, dtype=np.int32)
         self.num_published_R = np.zeros(R, dtype=np.int32)  # leading blocks that the prefix index has been shown
         self.prefix_key: list[bytes] = [b""] * R  # the hash of those blocks
@@ -112,6 +114,7 @@ class RequestTable:
         self.prefix_key[row] = prefix_key
         self.limit_R[row] = request.limit
         self.is_scored_R[row] = request.is_scored
+        self.is_stepwise_R[row] = request.is_stepwise
         self.end_ids_ER[:, row] = NO_ID
         self.end_ids_ER[: len(request.end_ids), row] = request.end_ids
         self.num_end_ids = max(self.num_end_ids, len(request.end_ids))
@@ -172,7 +175,8 @@ class RequestTable:
     def decoding_rows(self) -> np.ndarray:
         """Rows whose next token is computed from their last one and may be sampled, in ascending order."""
         ready_R = (self.num_computed_R >= self.prefill_end_R) & (self.num_planned_R < self.limit_R) & (self.generation_R > 0)
-        return np.flatnonzero(ready_R)
+        waits_R = self.is_stepwise_R & (self.num_planned_R > self.num_known_R)
+        return np.flatnonzero(ready_R & ~waits_R)
 
     def prefilling_rows(self) -> np.ndarray:
         """Rows with known tokens left to compute, the most urgent first, then the oldest."""
@@ -216,6 +220,7 @@ class RequestTable:
         assert (self.num_published_R[used] * self.block_size <= np.minimum(self.num_known_R, self.num_computed_R)[used]).all()
         assert (self.num_computed_R[used] <= self.num_blocks_R[used] * self.block_size).all()
         assert len(np.unique(self.generation_R[used])) == len(used)
+        assert (self.num_planned_R - self.num_known_R <= 1)[used[self.is_stepwise_R[used]]].all()
 
 
 def _spread(rows: np.ndarray, first: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

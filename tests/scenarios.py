@@ -85,6 +85,7 @@ REQUEST: dict[str, Draw] = {
     "aborted_choice": lambda rng: rng.randrange(MOST_CHOICES),
     "priority": lambda rng: rng.choice([0, 0, 0, -1, 2]),
     "is_scored": lambda rng: rng.random() < 0.2,
+    "is_stepwise": lambda rng: rng.random() < 0.15,
 }
 NUM_STEMS, NUM_PROMPTS = 3, 24
 MOST_CHOICES = 4
@@ -154,6 +155,7 @@ class Case:
     salt: bytes
     priority: int
     is_scored: bool
+    is_stepwise: bool
     generated: list[int]
     abort_after: int | None
     aborted_choice: int
@@ -187,7 +189,8 @@ class Scenario:
         abort_after = drawn["abort_after"] if self.rng.random() < self.engine["abort_share"] else None
         return Case(
             prompt, drawn["max_tokens"], end_ids, sampling_of(drawn["sampling"], drawn["controls"]), CONTROLS[drawn["controls"]][1],
-            drawn["salt"], drawn["priority"], drawn["is_scored"], wholes[0][:resumed], abort_after, drawn["aborted_choice"] % drawn["n"],
+            drawn["salt"], drawn["priority"], drawn["is_scored"], drawn["is_stepwise"], wholes[0][:resumed], abort_after,
+            drawn["aborted_choice"] % drawn["n"],
             [whole[resumed:][: _end(whole[resumed:], end_ids)] for whole in wholes],
         )  # fmt: skip
 
@@ -214,7 +217,7 @@ class Scenario:
         more_seeds = [choice_seed(case.sampling.seed, choice) for choice in range(1, len(case.expected))]
         refused = self.sim.add(
             handle, case.prompt, case.max_tokens, case.end_ids, case.sampling, case.generated, case.salt, priority=case.priority,
-            more_seeds=more_seeds, controls=case.controls, is_scored=case.is_scored,
+            more_seeds=more_seeds, controls=case.controls, is_scored=case.is_scored, is_stepwise=case.is_stepwise,
         )  # fmt: skip
         assert refused is None, refused
         if case.abort_after is not None:

@@ -4,6 +4,8 @@ import pytest
 
 from scheduler.clock import StepClock
 from scheduler.policy import pipeline_depth
+from tests.checksum_reference import continuation
+from tests.simulation import Simulation
 
 
 def run_pipeline(clock: StepClock, step_s: float, round_trip_s: float, depth: int, num_steps: int) -> None:
@@ -41,3 +43,17 @@ def test_short_steps_ask_for_more_depth_and_waiting_requests_for_less():
 def test_the_limit_is_never_passed_and_one_stays_synchronous(step_s, has_waiting):
     assert all(pipeline_depth(most, step_s, 0.01, has_waiting) <= most for most in range(1, 9))
     assert pipeline_depth(1, step_s, 0.01, has_waiting) == 1
+
+
+def test_a_stepwise_request_is_planned_once_its_last_token_is_here_and_others_go_on_ahead():
+    sim = Simulation(max_pipeline_depth=4)
+    sim.add(0, [1, 2], 6, is_stepwise=True)
+    sim.add(1, [3, 4], 30)
+    sim.run()
+    assert (sim.outputs[0], sim.outputs[1]) == (continuation([1, 2], 6), continuation([3, 4], 30))
+    alone = Simulation(max_pipeline_depth=4)
+    alone.add(0, [1, 2], 6, is_stepwise=True)
+    while alone.step():
+        assert len(alone.results) <= 1
+        alone.scheduler.check()
+    assert alone.outputs[0] == continuation([1, 2], 6)
