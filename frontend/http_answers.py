@@ -60,7 +60,8 @@ class Answers:
     async def heard(self, timeout_s: float) -> None:
         """Wait for the first news, so long at most. Raises Refusal when it is one."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.has_news.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self.has_news.wait()
         if self.failure is not None:
             self.close()
             raise Refusal(self.failure.code, self.failure.message)
@@ -69,7 +70,8 @@ class Answers:
         """What has come, joined by choice, until the last usage; an empty list after so long without anything. Raises Refusal."""
         while True:
             try:
-                await asyncio.wait_for(self.has_news.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):  # wait_for would start a task for every part
+                    await self.has_news.wait()
             except TimeoutError:
                 yield []
                 continue
