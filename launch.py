@@ -24,7 +24,7 @@ from protocol.api_keys import api_key_hashes
 from protocol.arguments import parse_arguments
 from protocol.config import EngineConfig, check_config, save_config
 from protocol.flags import LAUNCH_TYPES, name_of
-from protocol.lifeline import DRAIN, Failed, Ready, decode_line, remove_leftovers
+from protocol.lifeline import DRAIN, FAULT, Failed, Ready, decode_line, remove_leftovers
 from protocol.places import listen_http, lock_address, make_run_dir, with_listener
 from protocol.transport import check_ipc_address
 
@@ -189,10 +189,10 @@ class Child:
             self.failure = message if isinstance(message, Failed) else self.failure
         return bool(data)
 
-    def ask_to_drain(self) -> None:
-        """Let it end once its work is done."""
+    def tell(self, order: bytes) -> None:
+        """DRAIN or FAULT."""
         with suppress(OSError):  # gone already
-            self.socket.sendall(DRAIN)
+            self.socket.sendall(order)
 
     def fault(self) -> Failed:
         """Why the child ended. Any end that was not asked for is a fault, exit code 0 included."""
@@ -225,6 +225,7 @@ class Supervisor:
         fault = self._watch() or self._drain_frontends()
         if fault is not None:
             say(f"stepahead: {fault.reason}", sys.stderr)
+            self._tell_frontends(FAULT)
         self._stop()
         return 0 if fault is None else fault.exit_code
 
@@ -245,8 +246,7 @@ class Supervisor:
     def _drain_frontends(self) -> Failed | None:
         """Let the open requests end, within the time that is given for it; a second signal ends the waiting. Returns a fault."""
         left = [child for child in self.children if child.role == "frontend" and child.is_ready]
-        for child in left:
-            child.ask_to_drain()
+        self._tell_frontends(DRAIN)
         deadline = time.monotonic() + self.config.shutdown_timeout + DRAIN_GRACE_S
         _drain(self.signals)
         while left and (seconds := deadline - time.monotonic()) > 0 and self.config.shutdown_timeout:
@@ -260,6 +260,11 @@ class Supervisor:
                         return child.fault()
                     left.remove(child)
         return None
+
+    def _tell_frontends(self, order: bytes) -> None:
+        for child in self.children:
+            if child.role == "frontend" and child.is_ready:
+                child.tell(order)
 
     def _stop(self) -> None:
         """Cut the lifelines, wait, kill what is left. A second signal ends the waiting."""

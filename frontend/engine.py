@@ -40,7 +40,7 @@ class EngineClient:
         self.next_handle = 1
         self.next_snapshot: asyncio.Future[Snapshot] | None = None
         self.metrics = RequestMetrics()
-        self.closing: str | None = None  # why no request is taken any more
+        self.closing: Failure | None = None  # why no request is taken any more
         self.pump = Pump(endpoint.socket, self._receive)
 
     def submit(self, request: Admitted, listener: Listener, streams: bool = True, arrived: float | None = None) -> range:
@@ -49,7 +49,7 @@ class EngineClient:
         `arrived` is when the door got it, by the monotonic clock. Returns its choices' handles, for `abort`. Raises Unavailable.
         """
         if self.closing is not None:
-            raise Unavailable(self.closing)
+            raise Unavailable(self.closing.message)
         now = time.monotonic()
         handles = range(self.next_handle, self.next_handle + 1 + len(request.more_seeds))
         self._send(
@@ -87,11 +87,11 @@ class EngineClient:
         if known:
             self._send(AbortRequests(known))
 
-    def end_all(self, reason: str) -> None:
-        """Take no more requests, and end the open ones with a Failure 503."""
-        self.closing = reason
+    def end_all(self, failure: Failure) -> None:
+        """Take no more requests, and end the open ones with this."""
+        self.closing = failure
         for handle in list(self.open):
-            self._fail(handle, Failure(503, reason))
+            self._fail(handle, failure)
 
     def send_report(self) -> None:
         """Let the scheduler have what was counted here, for the other frontends' metrics pages."""

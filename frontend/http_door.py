@@ -38,7 +38,8 @@ from protocol.messages import Generate, Snapshot, Usage
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUEST_ID = 128  # characters of X-Request-Id
 REFUSED_SECONDS = 0.1  # a request that the scheduler refuses is refused by then, and gets a status instead of a stream
-RETRY_SECONDS = 1  # what a client that is refused for load should wait
+# What OpenAI's clients go by, which would repeat both by themselves: a request that broke the engine would break it again.
+RETRY_HEADERS = {503: {"Retry-After": "1", "Retry-After-Ms": "1000", "X-Should-Retry": "true"}, 500: {"X-Should-Retry": "false"}}
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 VERSION = "0.1.0"
 
@@ -183,7 +184,7 @@ class HttpDoor:
     async def ready(self, request: Request) -> Response:
         """GET /ready: the scheduler answers, and requests are taken."""
         if self.engine.closing is not None:
-            raise Refusal(503, self.engine.closing)
+            raise Refusal(self.engine.closing.code, self.engine.closing.message)
         await self._snapshot()
         return _json({"status": "ready"})
 
@@ -232,8 +233,7 @@ def _json(content: object, status: int = 200, headers: dict[str, str] | None = N
 
 
 def _error(code: int, message: str) -> Response:
-    headers = {"Retry-After": str(RETRY_SECONDS)} if code in (429, 503) else None
-    return _json(error_body(code, message), code, headers)
+    return _json(error_body(code, message), code, RETRY_HEADERS.get(code))
 
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]], engine: EngineClient) -> Callable[[Request], Awaitable[Response]]:

@@ -10,19 +10,21 @@ from frontend.admission import Admission, Limits
 from frontend.engine import EngineClient
 from frontend.http_door import make_app
 from frontend.http_server import HttpServer
+from frontend.request import Failure
 from frontend.sampling_defaults import load_defaults
 from frontend.tokenizer import load_tokenizer
 from frontend.zmq_door import ZmqDoor, open_door
 from protocol.address import door_address
 from protocol.config import EngineConfig
-from protocol.lifeline import Lifeline, Ready, remove_leftovers, run_child
+from protocol.lifeline import DRAIN, FAULT, Lifeline, Ready, remove_leftovers, run_child
 from protocol.messages import PROTOCOL_VERSION, FrontendHello, SchedulerReady, decode_to_frontend
 from protocol.transport import Endpoint, bind, check_handshake, open_socket
 
 TOKENIZER_THREADS = 2
 GOODBYE_MS = 300  # for the last messages to leave at shutdown
 REPORT_SECONDS = 1.0
-CLOSING = "the engine is shutting down"
+CLOSING = Failure(503, "the engine is shutting down")
+FAILED = Failure(500, "the engine has failed; its log has the reason")
 
 
 def main(config: EngineConfig, lifeline: Lifeline, index: int) -> None:
@@ -70,6 +72,7 @@ class Frontend:
     def __init__(self, config: EngineConfig, engine: EngineClient, admission: Admission, door_socket: zmq.Socket):
         self.config, self.engine = config, engine
         self.zmq_door = ZmqDoor(door_socket, engine, admission, config.served_model_name)
+        self.last_word = CLOSING  # to requests that are open at the end
         self.http: HttpServer | None = None
         if config.http_fd is not None:
             self.http = HttpServer(make_app(engine, admission, config), socket.socket(fileno=config.http_fd), engine.metrics)
@@ -95,11 +98,14 @@ class Frontend:
             await self._close()
 
     def _on_lifeline(self, lifeline: Lifeline, stop: asyncio.Future[None]) -> None:
-        if lifeline.asks_to_drain():
+        order = lifeline.order()
+        if order == DRAIN:
             self.engine.closing = CLOSING
             self._end_when_drained(stop, self.config.shutdown_timeout)
-        else:
-            _settle(stop, None)
+            return
+        if order == FAULT:
+            self.last_word = FAILED
+        _settle(stop, None)
 
     def _end_when_drained(self, stop: asyncio.Future[None], seconds_left: float, pause: float = 0.02) -> None:
         if seconds_left <= 0 or not (self.engine.open or self.zmq_door.clients):
@@ -108,9 +114,9 @@ class Frontend:
             asyncio.get_running_loop().call_later(pause, self._end_when_drained, stop, seconds_left - pause)
 
     async def _close(self) -> None:
-        self.engine.end_all(CLOSING)
+        self.engine.end_all(self.last_word)
         self.engine.pump.stop()
-        self.zmq_door.close(CLOSING)
+        self.zmq_door.close(self.last_word)
         self.zmq_door.outbox.retry()
         if self.http is not None:
             await self.http.stop()

@@ -79,13 +79,13 @@ class ZmqDoor:
         self.pump.start()
         self._keep_alive()
 
-    def close(self, reason: str) -> None:
-        """Take no more messages and end every open request with an error 503."""
+    def close(self, failure: Failure) -> None:
+        """Take no more messages and end every open request with this."""
         self.pump.stop()
         for task in self.tasks:
             task.cancel()
         for request in self._open_requests():
-            self._end(request, Error(request.request_id, 503, reason))
+            self._end(request, Error(request.request_id, failure.code, failure.message))
 
     # ---- messages in ----------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from protocol.transport import check_ipc_address
 
 PR_SET_PDEATHSIG = 1
 PEER_GONE_S = 5.0
-DRAIN = b"d"  # from the supervisor, before the end of the stream
+DRAIN, FAULT = b"d", b"f"  # from the supervisor to a frontend, before the end of the stream
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -60,11 +60,11 @@ class Lifeline:
         """Whether the child is to stop, now or within some seconds."""
         return bool(select.select([self.socket], [], [], within_s)[0])
 
-    def asks_to_drain(self) -> bool:
-        """Whether, when this is readable, the child is to end once its work is done, and not at once."""
+    def order(self) -> bytes:
+        """When this is readable: DRAIN, to end once the work is done; FAULT, to end since another process has failed; or b"", to end."""
         with suppress(ConnectionResetError):
-            return self.socket.recv(1) == DRAIN
-        return False
+            return self.socket.recv(1)
+        return b""
 
     def wait_cut(self) -> None:
         """Block until the child is to stop."""

@@ -90,7 +90,7 @@ def test_a_worker_that_fails_in_a_step_ends_every_request_with_an_error(action):
         process.wait_ready()
         with Client(process.address) as client, pytest.raises(EngineError) as error:
             list(client.generate(prompt_ids=[1, 2], max_tokens=200))
-        assert error.value.code == 503
+        assert error.value.code == 500
         assert process.process.wait(5) == 1
         assert process.reason().startswith("worker")
         process.assert_gone(within_s=1)

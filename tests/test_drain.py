@@ -26,6 +26,7 @@ def ask(url: str, prompt: int, max_tokens: int, stream: bool) -> tuple[int, list
     body = {"prompt": [prompt], "max_tokens": max_tokens, "stream": stream, "temperature": 0, "return_token_ids": True}
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     if not response.headers["content-type"].startswith("text/event-stream"):
+        assert response.headers.get("x-should-retry") == {200: None, 500: "false", 503: "true"}[response.status_code]
         return response.status_code, [response.json()], True
     frames = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: ")]
     return response.status_code, [json.loads(frame) for frame in frames if frame != "[DONE]"], frames[-1] == "[DONE]"
@@ -45,13 +46,13 @@ def busy_engine(*flags: str, max_tokens: int, count: int = 4):
         engine.kill_all()
 
 
-def assert_told_of_the_end(answers: list[Future], message: str) -> None:
-    """Streams that have begun end with an error and no reason of success, all else with a 503."""
+def assert_told_of_the_end(answers: list[Future], code: int, message: str) -> None:
+    """Streams that have begun end with an error and no reason of success, all else with its code."""
     for index, answer in enumerate(answers):
         status, parts, is_whole = answer.result(timeout=10)
         error = parts[-1]["error"]
-        assert status == 503 or (status == 200 and index % 2 == 0 and len(parts) > 1 and is_whole)
-        assert error["code"] == 503 and message in error["message"]
+        assert status == code or (status == 200 and index % 2 == 0 and len(parts) > 1 and is_whole)
+        assert error["code"] == code and message in error["message"]
         assert all(part["choices"][0]["finish_reason"] is None for part in parts[:-1])
 
 
@@ -79,7 +80,7 @@ def test_requests_that_outlast_the_time_to_drain_get_an_error(seconds):
     with busy_engine("--shutdown-timeout", str(seconds), max_tokens=ENDLESS) as (engine, answers):
         began = time.monotonic()
         engine.process.send_signal(signal.SIGTERM)
-        assert_told_of_the_end(answers, "shutting down")
+        assert_told_of_the_end(answers, 503, "shutting down")
         assert engine.process.wait(5) == 0
         assert seconds <= time.monotonic() - began < seconds + 3
         engine.assert_gone(within_s=1)
@@ -90,7 +91,7 @@ def test_a_second_signal_ends_the_draining():
         engine.process.send_signal(signal.SIGTERM)
         assert wait_until(lambda: httpx.get(f"{engine.url}/ready").status_code == 503)
         engine.process.send_signal(signal.SIGTERM)
-        assert_told_of_the_end(answers, "shutting down")
+        assert_told_of_the_end(answers, 503, "shutting down")
         assert engine.process.wait(5) == 0
 
 
@@ -98,7 +99,7 @@ def test_a_second_signal_ends_the_draining():
 def test_a_killed_process_ends_every_request_with_an_error_and_the_engine(victim):
     with busy_engine("--shutdown-timeout", "30", max_tokens=ENDLESS, count=20) as (engine, answers):
         os.kill(engine.pid_of(victim), signal.SIGKILL)
-        assert_told_of_the_end(answers, "shutting down")
+        assert_told_of_the_end(answers, 500, "the engine has failed")
         assert engine.process.wait(5) == 1 and engine.reason() == f"{victim} was killed by SIGKILL"
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{engine.url}/health")
@@ -109,7 +110,7 @@ def test_a_worker_that_stands_still_is_named_by_the_watchdog():
         time.sleep(0.5)  # the first step may take longer
         os.kill(engine.pid_of("worker"), signal.SIGSTOP)
         began = time.monotonic()
-        assert_told_of_the_end(answers, "shutting down")
+        assert_told_of_the_end(answers, 500, "the engine has failed")
         assert engine.process.wait(10) == 1
         assert 0.9 < time.monotonic() - began < 8
         assert re.search(r"step \d+ has not come back from the worker for 1.* s; --watchdog-timeout", engine.reason())
