@@ -12,6 +12,9 @@ NUM_PRIMED = 8
 MAX_CUT = 3
 # Output ids held back while the text ends in REPLACEMENT; a character needs four at most, the rest is garbage.
 MAX_HELD = 8
+# And in a run of ids that are bytes: byte-fallback decoders show all of it as REPLACEMENT when any of it is no character. A family
+# of emoji takes 25; in scripts that a vocabulary lacks, text comes word by word.
+MAX_RUN = 64
 # The start of an incomplete character is among the last three bytes, so among the last three ids.
 NUM_KEPT = 4
 
@@ -24,27 +27,31 @@ class Detokenizer:
 
     Invariant: `shown` is the part of decode(window) that has been emitted, or that the prompt owns; it only grows between two
     moves of the window. So the deltas, joined, are decode(prompt + output)[len(decode(prompt)):] with specials skipped, save where
-    a byte-fallback decoder takes back a whole run of bytes because a later one is wrong: there, what was emitted stays.
+    the prompt ends within a run of byte_ids, or one is longer than MAX_RUN, and a later id shows that the run is no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, visible: frozenset[int], prompt_ids: list[int]):
+    def __init__(self, tokenizer: Tokenizer, visible: frozenset[int], byte_ids: frozenset[int], prompt_ids: list[int]):
         self.tokenizer = tokenizer
         self.visible = visible
+        self.byte_ids = byte_ids  # of a byte-fallback decoder, else none
         # num_clean: ids before the first one whose text may be incomplete.
         self.window, self.num_clean = self._whole_characters(self._last_visible(prompt_ids))
         self.shown = self._prompt_part()
 
     def feed(self, token: int) -> str:
-        """The text that this id completes; "" while the last character is incomplete."""
+        """The text that this id completes; "" while the last character, or run of bytes, is incomplete."""
         if token not in self.visible:
             return ""
         self.window.append(token)
+        num_held, is_byte = len(self.window) - self.num_clean, token in self.byte_ids
+        if is_byte and num_held < MAX_RUN:
+            return ""
         text = self._decode(self.window)
         if not text.endswith(REPLACEMENT):
             delta = self._new_part(text)
             self._move_window(self.num_clean)
             return delta
-        if len(self.window) - self.num_clean < MAX_HELD:
+        if num_held < (MAX_RUN + MAX_CUT if is_byte else MAX_HELD):
             return ""
         delta = self._new_part(text[:-1])
         self._move_window(len(self.window) - NUM_KEPT)

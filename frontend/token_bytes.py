@@ -19,6 +19,8 @@ class TokenBytes:
         kinds = {step["type"] for step in decoder.get("decoders", [decoder])}
         self.byte_of = _byte_level() if "ByteLevel" in kinds else None
         self.has_bytes = "ByteFallback" in kinds
+        byte_pieces = [index for piece, index in backend.get_vocab().items() if BYTE_TOKEN.fullmatch(piece)] if self.has_bytes else []
+        self.fallback_ids = frozenset(byte_pieces)
         self.is_spelled_out = self.byte_of is not None or self.has_bytes or "Metaspace" in kinds
 
     def __getitem__(self, token: int) -> bytes:

@@ -63,7 +63,7 @@ class ModelTokenizer:
 
     def detokenizer(self, prompt_ids: list[int], skips_special: bool = True) -> Detokenizer:
         """For the output that follows a prompt."""
-        return Detokenizer(self.backend, self.visible_ids if skips_special else self.known_ids, prompt_ids)
+        return Detokenizer(self.backend, self.visible_ids if skips_special else self.known_ids, self.token_bytes.fallback_ids, prompt_ids)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
