@@ -23,7 +23,7 @@ def join(row: int, blocks: list[int], sampling: RowSampling = RowSampling()) -> 
 
 
 def columns(rows: RowState) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in vars(rows).items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in vars(rows).items() if isinstance(value, torch.Tensor) and name[0] != "_"}
 
 
 def test_a_join_leaves_nothing_of_the_last_owner():

@@ -1,11 +1,10 @@
-"""The persistent input batch: static buffers that a delta changes only where something changed.
+"""The persistent input batch: what a delta leaves as it was is not made anew.
 
 T tokens, S sequences, N samples, C samples of rows with controls, X scores (log-probabilities) of W words: L of samples, then P of prompt
 tokens. Decode steps are padded to a bucket; padding points at the scratch row.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from worker.swap import BlockSwapper
 SMALL_BUCKETS = (1, 2, 4, 8)
 BUCKET_STEP = 8
 FROM_ROW = -1  # in known_tokens_T: the row's last sampled token
+NO_IDS = np.zeros(0, dtype=np.int32)
 
 
 def bucket_for(num_rows: int, most: int) -> int:
@@ -33,9 +33,9 @@ def bucket_for(num_rows: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one step runs on: views of static buffers.
+    """What one step runs on.
 
-    The host writes the first group; `gather_rows` fills the second from the row state. sample_index_N are indexes into T of the
+    The host makes the first group; `gather_rows` fills the second from the row state. sample_index_N are indexes into T of the
     tokens after which one is sampled; the first num_results samples are real. controlled_C and scored_L are indexes into N,
     prompt_scored_P into T, with the tokens to be scored after them in targets_P. The step leaves its scores in scores_XW.
     """
@@ -66,56 +66,29 @@ class StepBatch:
     is_decode: bool  # one token per row and padded to a bucket
 
 
-class StepSizes(NamedTuple):
-    """How many there are of each in a step."""
-
-    tokens: int
-    seqs: int
-    samples: int
-    controlled: int
-    scored: int
-    prompt_scored: int = 0
-
-
 class StepBuffers:
-    """Storage of one StepBatch of at most max_tokens tokens of max_seqs sequences."""
+    """Where steps of at most max_tokens tokens of max_seqs sequences leave what they make of the host's part."""
 
     def __init__(self, max_tokens: int, max_seqs: int, block_table_RB: Tensor):
-        device = block_table_RB.device
-
-        def buffer(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
+        def buffer(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=block_table_RB.device)
 
         self.block_table_RB = block_table_RB
-        self.by_token = {name: buffer(max_tokens) for name in _TOKEN_FIELDS}
-        self.by_seq = {name: buffer(max_seqs) for name in _SEQ_FIELDS}
-        self.by_sample = {name: buffer(max_seqs) for name in _SAMPLE_FIELDS}
-        self.query_start_S1 = buffer(max_seqs + 1)
-        self.controlled_C, self.scored_L = buffer(max_seqs), buffer(max_seqs)
-        self.prompt_scored_P, self.targets_P = buffer(max_tokens), buffer(max_tokens)
-        self.scores_XW = torch.zeros(max_seqs + max_tokens, NUM_WORDS, dtype=torch.int32, device=device)
+        self.by_token = {name: buffer(max_tokens) for name in ("token_ids_T", "positions_T", "slots_T", "prompt_lens_T")}
+        self.context_lens_S = buffer(max_seqs)
+        self.scores_XW = buffer(max_seqs + max_tokens, NUM_WORDS)
 
-    def view(self, sizes: StepSizes, **facts: object) -> StepBatch:
-        """The leading part of every buffer, with the host's own facts of the step."""
-        T, S, N, C, L, P = sizes
+    def step(self, host: dict[str, Tensor], **facts: object) -> StepBatch:
+        """The leading parts of the buffers beside the host's tensors, with its own facts of the step."""
+        T, S, X = len(host["rows_T"]), len(host["rows_S"]), len(host["scored_L"]) + len(host["prompt_scored_P"])
         return StepBatch(
+            **host,
             **{name: tensor[:T] for name, tensor in self.by_token.items()},
-            **{name: tensor[:S] for name, tensor in self.by_seq.items()},
-            **{name: tensor[:N] for name, tensor in self.by_sample.items()},
-            query_start_S1=self.query_start_S1[: S + 1],
-            controlled_C=self.controlled_C[:C],
-            scored_L=self.scored_L[:L],
-            prompt_scored_P=self.prompt_scored_P[:P],
-            targets_P=self.targets_P[:P],
-            scores_XW=self.scores_XW[: L + P],
+            context_lens_S=self.context_lens_S[:S],
+            scores_XW=self.scores_XW[:X],
             block_table_RB=self.block_table_RB,
             **facts,
         )
-
-
-_TOKEN_FIELDS = ("rows_T", "known_tokens_T", "offsets_T", "token_ids_T", "positions_T", "slots_T", "prompt_lens_T")
-_SEQ_FIELDS = ("rows_S", "counts_S", "context_lens_S")
-_SAMPLE_FIELDS = ("sample_index_N", "sample_rows_N")
 
 
 class PersistentBatch:
@@ -129,13 +102,9 @@ class PersistentBatch:
         self._is_decoding_R = np.zeros(rows.num_rows, dtype=bool)
         self._decode_rows = np.zeros(0, dtype=np.int32)
         self._decode_buffers = StepBuffers(rows.num_rows, rows.num_rows, rows.block_table_RB)
+        self.decode_rows_B = torch.zeros_like(rows.length_R[: rows.num_rows])  # of a decode step: what the graphs read
         self._mixed_buffers = StepBuffers(max_tokens, rows.num_rows, rows.block_table_RB)
         self._decode_step: StepBatch | None = None
-
-    @property
-    def decode_rows_B(self) -> Tensor:
-        """The static buffer of a decode step's rows: what the graphs read."""
-        return self._decode_buffers.by_seq["rows_S"]
 
     def apply(self, delta: StepDelta) -> StepBatch:
         """Bring the rows up to date and return the step to run."""
@@ -175,23 +144,17 @@ class PersistentBatch:
         bucket = bucket_for(count, self.rows.num_rows)
         rows = np.full(bucket, self.rows.scratch_row, dtype=np.int32)
         rows[:count] = self._decode_rows
-        is_real = (np.arange(bucket) < count).astype(np.int32)
-        index = np.arange(bucket, dtype=np.int32)
-        kind, (controlled, scored) = self._kind(self._decode_rows), self._wishes(self._decode_rows)
-        sizes = StepSizes(bucket, bucket, bucket, len(controlled), len(scored))
-        batch = self._decode_buffers.view(sizes, num_results=count, kind=kind, is_decode=True)
-        write = self.staging.write
-        write(batch.rows_T, rows)
-        write(batch.rows_S, rows)
-        write(batch.sample_rows_N, rows)
-        write(batch.counts_S, is_real)
-        write(batch.sample_index_N, index)
-        write(batch.controlled_C, controlled)
-        write(batch.scored_L, scored)
-        write(batch.query_start_S1, np.arange(bucket + 1, dtype=np.int32))
-        batch.known_tokens_T.fill_(FROM_ROW)
-        batch.offsets_T.zero_()
-        return batch
+        controlled, scored = self._wishes(self._decode_rows)
+        values = {
+            "controlled_C": controlled, "scored_L": scored, "prompt_scored_P": NO_IDS, "targets_P": NO_IDS,
+            "known_tokens_T": np.full(bucket, FROM_ROW, dtype=np.int32), "offsets_T": np.zeros(bucket, dtype=np.int32),
+            "counts_S": (np.arange(bucket) < count).astype(np.int32), "sample_index_N": np.arange(bucket, dtype=np.int32),
+            "query_start_S1": np.arange(bucket + 1, dtype=np.int32),
+        }  # fmt: skip
+        rows_B = self.decode_rows_B[:bucket]
+        self.staging.write(rows_B, rows)
+        host = self._put(values) | {"rows_T": rows_B, "rows_S": rows_B, "sample_rows_N": rows_B}
+        return self._decode_buffers.step(host, num_results=count, kind=self._kind(self._decode_rows), is_decode=True)
 
     def _mixed_step(self, chunks: list[Chunk]) -> StepBatch:
         """The decoding rows with one token each, then the chunks, unpadded."""
@@ -201,24 +164,20 @@ class PersistentBatch:
         rows = np.concatenate([decode_rows, np.array([chunk.row for chunk in chunks], dtype=np.int32)])
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         samples = np.array([True] * len(decode_rows) + [chunk.samples for chunk in chunks])
-        num_tokens, num_samples, (controlled, scored) = int(starts[-1]), int(samples.sum()), self._wishes(rows[samples])
+        sample_rows, num_tokens = rows[samples], int(starts[-1])
+        controlled, scored = self._wishes(sample_rows)
         places, targets = _prompt_targets(chunks, starts[len(decode_rows) :])
-        sizes = StepSizes(num_tokens, len(rows), num_samples, len(controlled), len(scored), len(targets))
-        batch = self._mixed_buffers.view(sizes, num_results=num_samples, kind=self._kind(rows[samples]), is_decode=False)
-        write = self.staging.write
-        write(batch.rows_T, np.repeat(rows, counts))
-        write(batch.known_tokens_T, np.concatenate([np.full(len(decode_rows), FROM_ROW, dtype=np.int32), *tokens]))
-        write(batch.offsets_T, np.arange(num_tokens, dtype=np.int32) - np.repeat(starts[:-1], counts))
-        write(batch.rows_S, rows)
-        write(batch.counts_S, counts)
-        write(batch.query_start_S1, starts)
-        write(batch.sample_index_N, starts[1:][samples] - 1)
-        write(batch.sample_rows_N, rows[samples])
-        write(batch.controlled_C, controlled)
-        write(batch.scored_L, scored)
-        write(batch.prompt_scored_P, places)
-        write(batch.targets_P, targets)
-        return batch
+        values = {
+            "rows_T": np.repeat(rows, counts), "known_tokens_T": np.concatenate([np.full(len(decode_rows), FROM_ROW, np.int32), *tokens]),
+            "offsets_T": np.arange(num_tokens, dtype=np.int32) - np.repeat(starts[:-1], counts), "rows_S": rows, "counts_S": counts,
+            "query_start_S1": starts, "sample_index_N": starts[1:][samples] - 1, "sample_rows_N": sample_rows, "controlled_C": controlled,
+            "scored_L": scored, "prompt_scored_P": places, "targets_P": targets,
+        }  # fmt: skip
+        return self._mixed_buffers.step(self._put(values), num_results=len(sample_rows), kind=self._kind(sample_rows), is_decode=False)
+
+    def _put(self, values: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        """The values on the device."""
+        return dict(zip(values, self.staging.put_all(list(values.values())), strict=True))
 
     def _wishes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The places of rows with controls, and of those whose samples are scored."""

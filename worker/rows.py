@@ -1,6 +1,6 @@
 """What the worker knows of each row, on the device: a decode step needs nothing else from the host than which rows take part.
 
-R rows and one scratch row behind them, at which padding points; B blocks of the longest context; J rows that change.
+R rows and one scratch row behind them, at which padding points; B blocks of the longest context; J rows that change; K columns.
 """
 
 from enum import IntEnum
@@ -12,7 +12,10 @@ from torch import Tensor
 from protocol.messages import BlockGrants, RowJoin, unpack
 from protocol.sampling import RowSampling
 from worker.controls import Controls
-from worker.staging import Staging
+from worker.staging import ALIGNED, Staging
+
+
+NUM_INTEGERS, NUM_COLUMNS = 4, 7
 
 
 class SamplingKind(IntEnum):
@@ -39,17 +42,13 @@ class RowState:
         self.controls = controls  # None: no row may have any
         self.scratch_block = scratch_block
 
-        def column(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(num_rows + 1, dtype=dtype, device=device)
-
-        self.last_token_R = column(torch.int32)
-        self.length_R = column(torch.int32)  # tokens whose KV is computed
-        self.prompt_len_R = column(torch.int32)
-        self.temperature_R = column(torch.float32)
-        self.top_k_R = column(torch.int32)
-        self.top_p_R = column(torch.float32)
-        self.min_p_R = column(torch.float32)
-        self.seed_R = column(torch.int64)
+        # The columns that a join writes lie side by side, so that one copy does it; each begins where new memory would, at 16 bytes.
+        R = num_rows + 1
+        self._columns_KR = torch.zeros(NUM_COLUMNS, -(-R // ALIGNED) * ALIGNED, dtype=torch.int32, device=device)
+        floats_KR = self._columns_KR.view(torch.float32)
+        self.last_token_R, self.length_R, self.prompt_len_R, self.top_k_R = (self._columns_KR[k, :R] for k in range(NUM_INTEGERS))
+        self.temperature_R, self.top_p_R, self.min_p_R = (floats_KR[k, :R] for k in range(NUM_INTEGERS, NUM_COLUMNS))
+        self.seed_R = torch.zeros(R, dtype=torch.int64, device=device)
         self.block_table_RB = torch.full((num_rows + 1, max_blocks), scratch_block, dtype=torch.int32, device=device)
         self.kind_R = np.zeros(num_rows + 1, dtype=np.int8)  # SamplingKind, on the host
         self.is_controlled_R = np.zeros(num_rows + 1, dtype=bool)  # on the host
@@ -64,21 +63,11 @@ class RowState:
 
     def join(self, joins: list[RowJoin], staging: Staging) -> None:
         """Reset rows for their new owners: every column is written, so that nothing of the last owner stays."""
-        samplings = [join.sampling for join in joins]
         assert all(0 <= join.row < self.num_rows for join in joins)
         rows_J = staging.put(np.array([join.row for join in joins], dtype=np.int64))
 
-        def reset(column_R: Tensor, values: list, dtype: type) -> None:
-            column_R[rows_J] = staging.put(np.array(values, dtype=dtype))
-
-        self.last_token_R.index_fill_(0, rows_J, 0)  # assigning a Python number would wait for the device
-        reset(self.length_R, [join.num_computed for join in joins], np.int32)
-        reset(self.prompt_len_R, [join.prompt_len for join in joins], np.int32)
-        reset(self.temperature_R, [sampling.temperature for sampling in samplings], np.float32)
-        reset(self.top_k_R, [sampling.top_k for sampling in samplings], np.int32)
-        reset(self.top_p_R, [sampling.top_p for sampling in samplings], np.float32)
-        reset(self.min_p_R, [sampling.min_p for sampling in samplings], np.float32)
-        reset(self.seed_R, [sampling.seed for sampling in samplings], np.int64)
+        self._columns_KR[:, rows_J] = staging.put(_columns(joins))
+        self.seed_R[rows_J] = staging.put(np.array([join.sampling.seed for join in joins], dtype=np.int64))
         self._join_controls(joins, staging)
         self.block_table_RB.index_fill_(0, rows_J, self.scratch_block)
         blocks = [unpack(join.blocks) for join in joins]
@@ -103,3 +92,15 @@ class RowState:
 
     def _write_blocks(self, rows: np.ndarray, places: np.ndarray, blocks: np.ndarray, staging: Staging) -> None:
         self.block_table_RB[staging.put(rows), staging.put(places)] = staging.put(blocks)
+
+
+def _columns(joins: list[RowJoin]) -> np.ndarray:
+    """int32 [K, J]: what RowState holds of new rows, the last ones floats by their bits."""
+    values_KJ = np.zeros((NUM_COLUMNS, len(joins)), dtype=np.int32)
+    samplings = [join.sampling for join in joins]
+    values_KJ[1] = [join.num_computed for join in joins]
+    values_KJ[2] = [join.prompt_len for join in joins]
+    values_KJ[3] = [sampling.top_k for sampling in samplings]
+    floats = [[sampling.temperature, sampling.top_p, sampling.min_p] for sampling in samplings]
+    values_KJ[NUM_INTEGERS:] = np.array(floats, dtype=np.float32).view(np.int32).T
+    return values_KJ

@@ -1,10 +1,14 @@
 """Host values on their way to the device, without ever waiting for it."""
 
+import itertools
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+ALIGNED = 4  # int32 values: 16 bytes
 
 
 class Staging(Protocol):
@@ -18,6 +22,9 @@ class Staging(Protocol):
 
     def put_long(self, values: np.ndarray) -> Tensor:
         """The same for values that are rare, and too many to have room reserved for them in every step."""
+
+    def put_all(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        """Flat int32 arrays as new tensors, in one copy."""
 
     def write(self, target: Tensor, values: np.ndarray) -> None:
         """Copy the values into a static tensor of their shape."""
@@ -36,6 +43,10 @@ class HostStaging:
     def put_long(self, values: np.ndarray) -> Tensor:
         """A tensor over the same memory, or a copy of what is read-only."""
         return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+    def put_all(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        """Tensors over the same memory."""
+        return [torch.from_numpy(values) for values in arrays]
 
     def write(self, target: Tensor, values: np.ndarray) -> None:
         """A plain copy."""
@@ -71,6 +82,16 @@ class PinnedStaging:
         pinned = torch.empty(values.shape, dtype=torch.from_numpy(values[:0].copy()).dtype, pin_memory=True)
         pinned.numpy()[...] = values
         return pinned.to(self.device, non_blocking=True)
+
+    def put_all(self, arrays: list[np.ndarray]) -> list[Tensor]:
+        """Parts of one asynchronous copy, each aligned as new memory is: kernels are compiled for that."""
+        ends = list(itertools.accumulate(-(-len(values) // ALIGNED) * ALIGNED for values in arrays))
+        flat = np.zeros(ends[-1], dtype=np.int32)
+        places = [(begin, begin + len(values)) for begin, values in zip([0, *ends], arrays)]
+        for (begin, end), values in zip(places, arrays):
+            flat[begin:end] = values
+        on_device = self.put(flat)
+        return [on_device[begin:end] for begin, end in places]
 
     def write(self, target: Tensor, values: np.ndarray) -> None:
         """An asynchronous copy into a static tensor."""

@@ -7,28 +7,27 @@ usage: python tests/bench/first_token.py [--model smollm2-135m] [--requests 300]
 """
 
 import argparse
-import asyncio
 import json
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from http.client import HTTPConnection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from frontend.client import AsyncClient  # noqa: E402
+from frontend.client import Client  # noqa: E402
 from protocol.trace import Span, read_trace  # noqa: E402
 from tests.bench.report import facts  # noqa: E402
 from tests.engine_process import EngineProcess  # noqa: E402
-from tests.raw_http import RawHttp  # noqa: E402
 
 WORDS = "the quick brown fox jumps over lazy dogs while seven wise owls watch from old oak trees at night".split()
 WARM_UP, PAUSE_S = 20, 0.002
-Ask = Callable[[list[int] | str], Awaitable[None]]
+Ask = Callable[[list[int] | str], Callable[[], object]]  # returns with the first token; what it returns reads the rest
 
 
 def prompts(model: str | None, count: int) -> list[list[int] | str]:
@@ -37,41 +36,45 @@ def prompts(model: str | None, count: int) -> list[list[int] | str]:
     return [rng.choices(range(900), k=16) if model is None else " ".join(rng.choices(WORDS, k=16)) for _ in range(count)]
 
 
-async def time_requests(ask: Ask, asked: list[list[int] | str]) -> list[float]:
-    """Milliseconds to each first token."""
+def time_requests(ask: Ask, asked: list[list[int] | str]) -> list[float]:
+    """Milliseconds to each first token; the rest of an answer is read before the next request."""
     times = []
     for prompt in asked:
         began = time.perf_counter()
-        await ask(prompt)
+        rest = ask(prompt)
         times.append((time.perf_counter() - began) * 1e3)
-        await asyncio.sleep(PAUSE_S)
+        rest()
+        time.sleep(PAUSE_S)
     return times
 
 
-async def over_zmq(address: str, asked: list[list[int] | str]) -> list[float]:
-    """Through the asyncio client."""
-    async with AsyncClient(address, timeout=60) as client:
+def over_zmq(address: str, asked: list[list[int] | str]) -> list[float]:
+    """Through the blocking client."""
+    with Client(address, timeout=60) as client:
 
-        async def ask(prompt: list[int] | str) -> None:
+        def ask(prompt: list[int] | str) -> Callable[[], object]:
             given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_ids": prompt}
-            async for output in client.generate(**given, max_tokens=1, temperature=0.0):
-                assert len(output.token_ids) == 1
+            outputs = client.generate(**given, max_tokens=1, temperature=0.0)
+            assert len(next(outputs).token_ids) == 1
+            return lambda: list(outputs)
 
-        return await time_requests(ask, asked)
+        return time_requests(ask, asked)
 
 
-async def over_http(url: str, asked: list[list[int] | str]) -> list[float]:
-    """A stream each, on one connection; the time is that of the first event."""
-    http = await RawHttp.connect(url)
+def over_http(url: str, asked: list[list[int] | str]) -> list[float]:
+    """A stream each, on one connection."""
+    connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
 
-    async def ask(prompt: list[int] | str) -> None:
+    def ask(prompt: list[int] | str) -> Callable[[], object]:
         body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True, "return_token_ids": True}
-        assert await http.post("/v1/completions", body) == 200
-        first, *_ = [event async for event in http.events()]
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        response = connection.getresponse()
+        first = json.loads(response.readline().removeprefix(b"data: "))
         assert len(first["choices"][0]["token_ids"]) == 1
+        return response.read
 
-    times = await time_requests(ask, asked)
-    http.close()
+    times = time_requests(ask, asked)
+    connection.close()
     return times
 
 
@@ -87,8 +90,8 @@ def measure(model: str | None, count: int) -> dict[str, tuple[list[float], list[
     asked = prompts(model, WARM_UP + count)
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
         with EngineProcess(*flags, "--no-enable-prefix-caching", "--trace", folder) as engine:
-            zmq = asyncio.run(over_zmq(engine.address, asked))
-            http = asyncio.run(over_http(engine.url, asked))
+            zmq = over_zmq(engine.address, asked)
+            http = over_http(engine.url, asked)
         device = device_ms(folder)
     assert len(device) == 2 * len(asked), "each request must be one step"
     kept = slice(WARM_UP, None)
