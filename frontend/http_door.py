@@ -10,9 +10,9 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend.admission import Admission, Admitted
 from frontend.engine import EngineClient, Unavailable
@@ -40,7 +40,7 @@ MAX_REQUEST_ID = 128  # characters of X-Request-Id
 REFUSED_SECONDS = 0.1  # a request that the scheduler refuses is refused by then, and gets a status instead of a stream
 # What OpenAI's clients go by, which would repeat both by themselves: a request that broke the engine would break it again.
 RETRY_HEADERS = {503: {"Retry-After": "1", "Retry-After-Ms": "1000", "X-Should-Retry": "true"}, 500: {"X-Should-Retry": "false"}}
-STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 VERSION = "0.1.0"
 
 
@@ -79,8 +79,7 @@ class HttpDoor:
         headers = {"X-Request-Id": request_id}
         if body.stream:
             await answers.heard(REFUSED_SECONDS)
-            events = self._events(answers, replies, body)
-            return StreamingResponse(events, media_type="text/event-stream", headers=headers | STREAM_HEADERS)
+            return EventStream(self._events(answers, replies, body), answers.close, headers | STREAM_HEADERS)
         return _json(await self._whole(request, answers, replies), headers=headers)
 
     async def _admit(self, generate: Generate, key_hash: str) -> Admitted:
@@ -99,7 +98,7 @@ class HttpDoor:
     async def _whole(self, request: Request, answers: Answers, replies: Replies) -> dict[str, object]:
         """Everything at once; a client that leaves ends it."""
         collecting = asyncio.ensure_future(answers.collect())
-        leaving = asyncio.ensure_future(_disconnected(request))
+        leaving = asyncio.ensure_future(_disconnected(request.receive))
         try:
             await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
@@ -206,8 +205,32 @@ class HttpDoor:
             raise Refusal(503, str(error)) from None
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+class EventStream(Response):
+    """A streamed answer. `leave` is called once its client has gone, and at its end; it has to end the events.
+
+    Starlette's own begins a group of tasks for each answer, which takes 0.3 ms of a first token's time.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None], headers: dict[str, str]):
+        self.events, self.leave, self.status_code = events, leave, 200
+        self.raw_headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        leaving.add_done_callback(lambda _: self.leave())
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async with aclosing(self.events) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            leaving.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

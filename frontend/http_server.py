@@ -87,7 +87,7 @@ class HttpServer:
 
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         config = uvicorn.Config(
-            app, http=Protocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
+            app, http=Protocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False, proxy_headers=False,
             limit_concurrency=MAX_CONNECTIONS, timeout_keep_alive=IDLE_SECONDS, timeout_graceful_shutdown=STOP_SECONDS,
         )  # fmt: skip
         self.server, self.listener = _Server(config), listener
