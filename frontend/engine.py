@@ -83,7 +83,7 @@ class EngineClient:
         """End choices early; their listeners get a last delta, reason "abort". Unknown handles are harmless."""
         known = [handle for handle in handles if handle in self.open]
         for handle in known:
-            self._close(handle, "abort")
+            self.metrics.end(self._close(handle, "abort"), time.monotonic())
         if known:
             self._send(AbortRequests(known))
 
@@ -127,15 +127,16 @@ class EngineClient:
                     self._fail(handle, Failure(code, text))
                 case Snapshot():
                     self._take_snapshot(message)
-        now = time.monotonic()
-        for request in touched.values():
-            self.metrics.tokens(request, now)
+        now, ended = time.monotonic(), []
         for handle, last in finished.items():
-            touched.pop(handle, None)
             if handle in self.open:
                 self.open[handle].times.num_preemptions = last.num_preemptions
-                self._close(handle, last.reason)
-        self._tell(touched)
+                ended.append(self._close(handle, last.reason))
+        ended += self._tell(request for handle, request in touched.items() if handle in self.open)
+        for request in touched.values():  # clients first
+            self.metrics.tokens(request, now)
+        for request in ended:
+            self.metrics.end(request, now)
 
     def _take_tokens(self, batch: TokenBatch, touched: dict[int, OpenRequest]) -> None:
         for started in batch.started:
@@ -158,26 +159,28 @@ class EngineClient:
                 request.accept(token, scores.get(handle))
                 touched[handle] = request
 
-    def _tell(self, touched: dict[int, OpenRequest]) -> None:
-        stopped = [handle for handle, request in touched.items() if request.finish_reason is not None]
-        for handle in stopped:
-            self.metrics.end(self.open.pop(handle), time.monotonic())
-        if stopped:  # by a stop string, of which the scheduler knows nothing
-            self._send(AbortRequests(stopped))
-        for request in touched.values():
-            if request.is_due(self.stream_interval):
-                request.choices.listener(request.take_delta())
+    def _tell(self, touched: Iterable[OpenRequest]) -> list[OpenRequest]:
+        """Hand on what is due; returns those that a stop string has ended, of which the scheduler knows nothing."""
+        due = [request for request in touched if request.is_due(self.stream_interval)]
+        stopped = [request for request in due if request.finish_reason is not None]
+        for request in stopped:
+            del self.open[request.handle]
+        if stopped:
+            self._send(AbortRequests([request.handle for request in stopped]))
+        for request in due:
+            request.choices.listener(request.take_delta())
+        return stopped
 
     def _take_snapshot(self, snapshot: Snapshot) -> None:
         if self.next_snapshot is not None:
             self.next_snapshot.set_result(snapshot)
             self.next_snapshot = None
 
-    def _close(self, handle: int, reason: str) -> None:
+    def _close(self, handle: int, reason: str) -> OpenRequest:
         request = self.open.pop(handle)
         request.finish(reason)
-        self.metrics.end(request, time.monotonic())
         request.choices.listener(request.take_delta())
+        return request
 
     def _fail(self, handle: int, failure: Failure) -> None:
         """A refused choice ends its whole request."""

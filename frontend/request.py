@@ -112,6 +112,11 @@ class OpenRequest:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
 
+    @property
+    def handle(self) -> int:
+        """The scheduler's name for it."""
+        return self.choices.handles[self.index]
+
     def accept(self, token: int, score: bytes | None = None) -> None:
         """Take the next token, with its score where asked for.
 

@@ -91,11 +91,9 @@ class ZmqDoor:
 
     def _receive(self) -> None:
         for _ in range(MAX_MESSAGES_PER_TURN):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
                 return
-            self._take_frames(frames)
+            self._take_frames(self.socket.recv_multipart(zmq.NOBLOCK))
 
     def _take_frames(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[1] != DOOR_VERSION:

@@ -44,12 +44,8 @@ class Endpoint:
 
     def drain(self) -> Iterator[object]:
         """Every message that has arrived."""
-        while True:
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            message = self._decoded(frames)
+        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # half of what the exception takes that a try would end with
+            message = self._decoded(self.socket.recv_multipart(zmq.NOBLOCK))
             if message is not None:
                 yield message
 

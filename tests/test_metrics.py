@@ -107,7 +107,7 @@ def test_token_counts_and_reasons_are_those_that_clients_were_told(engine):
 
 @pytest.mark.parametrize("depth", ["1", "4"])
 def test_scrapes_during_preemptions_hits_and_aborts_see_counters_grow_and_gauges_return_to_zero(depth):
-    flags = ("--max-num-seqs", "16", "--num-kv-blocks", "100", "--max-model-len", "600", "--max-pipeline-depth", depth)
+    flags = ("--max-num-seqs", "16", "--num-kv-blocks", "45", "--max-model-len", "600", "--max-pipeline-depth", depth)
     with EngineProcess(*FLAGS, *flags) as engine, Client(engine.address) as client:
         pages, is_over = [], threading.Event()
         scraper = threading.Thread(target=lambda: [pages.append(scrape(engine.url)) or time.sleep(0.1) for _ in iter(is_over.is_set, True)])

@@ -64,12 +64,11 @@ class RowState:
     def join(self, joins: list[RowJoin], staging: Staging) -> None:
         """Reset rows for their new owners: every column is written, so that nothing of the last owner stays."""
         assert all(0 <= join.row < self.num_rows for join in joins)
-        rows_J = staging.put(np.array([join.row for join in joins], dtype=np.int64))
-
-        self._columns_KR[:, rows_J] = staging.put(_columns(joins))
-        self.seed_R[rows_J] = staging.put(np.array([join.sampling.seed for join in joins], dtype=np.int64))
+        rows_J = np.array([join.row for join in joins], dtype=np.int64)
+        staging.scatter(self._columns_KR, (slice(None), rows_J), _columns(joins))
+        staging.scatter(self.seed_R, (rows_J,), np.array([join.sampling.seed for join in joins], dtype=np.int64))
         self._join_controls(joins, staging)
-        self.block_table_RB.index_fill_(0, rows_J, self.scratch_block)
+        staging.scatter(self.block_table_RB, (rows_J,), np.full((len(joins), 1), self.scratch_block, dtype=np.int32))
         blocks = [unpack(join.blocks) for join in joins]
         rows = np.repeat(np.array([join.row for join in joins], dtype=np.int32), [len(ids) for ids in blocks])
         places = np.concatenate([np.arange(len(ids), dtype=np.int32) for ids in blocks])
@@ -88,10 +87,10 @@ class RowState:
 
     def grant(self, grants: BlockGrants, staging: Staging) -> None:
         """Lengthen block tables."""
-        self._write_blocks(*(unpack(data).copy() for data in (grants.rows, grants.places, grants.blocks)), staging)
+        self._write_blocks(*map(unpack, (grants.rows, grants.places, grants.blocks)), staging)
 
     def _write_blocks(self, rows: np.ndarray, places: np.ndarray, blocks: np.ndarray, staging: Staging) -> None:
-        self.block_table_RB[staging.put(rows), staging.put(places)] = staging.put(blocks)
+        staging.scatter(self.block_table_RB, (rows, places), blocks)
 
 
 def _columns(joins: list[RowJoin]) -> np.ndarray:

@@ -26,6 +26,9 @@ class Staging(Protocol):
     def put_all(self, arrays: list[np.ndarray]) -> list[Tensor]:
         """Flat int32 arrays as new tensors, in one copy."""
 
+    def scatter(self, target: Tensor, index: tuple[np.ndarray | slice, ...], values: np.ndarray) -> None:
+        """target[index] = values"""
+
     def write(self, target: Tensor, values: np.ndarray) -> None:
         """Copy the values into a static tensor of their shape."""
 
@@ -47,6 +50,10 @@ class HostStaging:
     def put_all(self, arrays: list[np.ndarray]) -> list[Tensor]:
         """Tensors over the same memory."""
         return [torch.from_numpy(values) for values in arrays]
+
+    def scatter(self, target: Tensor, index: tuple[np.ndarray | slice, ...], values: np.ndarray) -> None:
+        """numpy's, which takes less code than torch's: a step of its own finds neither in the caches."""
+        target.numpy()[index] = values
 
     def write(self, target: Tensor, values: np.ndarray) -> None:
         """A plain copy."""
@@ -92,6 +99,11 @@ class PinnedStaging:
             flat[begin:end] = values
         on_device = self.put(flat)
         return [on_device[begin:end] for begin, end in places]
+
+    def scatter(self, target: Tensor, index: tuple[np.ndarray | slice, ...], values: np.ndarray) -> None:
+        """Index and values are copied asynchronously first."""
+        on_device = tuple(part if isinstance(part, slice) else self.put(part) for part in index)
+        target[on_device] = self.put(values)
 
     def write(self, target: Tensor, values: np.ndarray) -> None:
         """An asynchronous copy into a static tensor."""

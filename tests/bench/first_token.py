@@ -1,7 +1,7 @@
 """Time from a client's send to its first token, at both doors, and what of it is not the model: requests one after another.
 
-Each request is one step, whose time on the device the engine's trace has. The model of choice gets a text of the same length every time,
-the checksum model token ids. Prints a table for people, then one JSON line.
+Each request is one step. The model of choice gets a text of the same length every time, the checksum model token ids.
+Prints a table for people, then one JSON line.
 
 usage: python tests/bench/first_token.py [--model smollm2-135m] [--requests 300]
 """
@@ -9,12 +9,11 @@ usage: python tests/bench/first_token.py [--model smollm2-135m] [--requests 300]
 import argparse
 import json
 import random
+import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from http.client import HTTPConnection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +26,6 @@ from tests.engine_process import EngineProcess  # noqa: E402
 
 WORDS = "the quick brown fox jumps over lazy dogs while seven wise owls watch from old oak trees at night".split()
 WARM_UP, PAUSE_S = 20, 0.002
-Ask = Callable[[list[int] | str], Callable[[], object]]  # returns with the first token; what it returns reads the rest
 
 
 def prompts(model: str | None, count: int) -> list[list[int] | str]:
@@ -36,66 +34,68 @@ def prompts(model: str | None, count: int) -> list[list[int] | str]:
     return [rng.choices(range(900), k=16) if model is None else " ".join(rng.choices(WORDS, k=16)) for _ in range(count)]
 
 
-def time_requests(ask: Ask, asked: list[list[int] | str]) -> list[float]:
-    """Milliseconds to each first token; the rest of an answer is read before the next request."""
-    times = []
-    for prompt in asked:
+class OverZmq:
+    """The blocking client."""
+
+    def __init__(self, engine: EngineProcess):
+        self.client = Client(engine.address, timeout=60)
+
+    def ask(self, prompt: list[int] | str) -> float:
+        """Milliseconds to the first token."""
+        given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_ids": prompt}
         began = time.perf_counter()
-        rest = ask(prompt)
-        times.append((time.perf_counter() - began) * 1e3)
-        rest()
-        time.sleep(PAUSE_S)
-    return times
+        outputs = self.client.generate(**given, max_tokens=1, temperature=0.0)
+        first = next(outputs)
+        ms = (time.perf_counter() - began) * 1e3
+        assert len([*first.token_ids, *outputs]) == 1
+        return ms
 
 
-def over_zmq(address: str, asked: list[list[int] | str]) -> list[float]:
-    """Through the blocking client."""
-    with Client(address, timeout=60) as client:
-
-        def ask(prompt: list[int] | str) -> Callable[[], object]:
-            given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_ids": prompt}
-            outputs = client.generate(**given, max_tokens=1, temperature=0.0)
-            assert len(next(outputs).token_ids) == 1
-            return lambda: list(outputs)
-
-        return time_requests(ask, asked)
-
-
-def over_http(url: str, asked: list[list[int] | str]) -> list[float]:
+class OverHttp:
     """A stream each, on one connection."""
-    connection = HTTPConnection(url.removeprefix("http://"), timeout=60)
 
-    def ask(prompt: list[int] | str) -> Callable[[], object]:
+    def __init__(self, engine: EngineProcess):
+        host, port = engine.url.removeprefix("http://").split(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=60)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, prompt: list[int] | str) -> float:
+        """Milliseconds to the first event."""
         body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True, "return_token_ids": True}
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        response = connection.getresponse()
-        first = json.loads(response.readline().removeprefix(b"data: "))
-        assert len(first["choices"][0]["token_ids"]) == 1
-        return response.read
-
-    times = time_requests(ask, asked)
-    connection.close()
-    return times
+        content = json.dumps(body).encode()
+        began = time.perf_counter()
+        self.socket.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
+        answer = b""
+        while b"data: {" not in answer:
+            answer += self.socket.recv(65536)
+        ms = (time.perf_counter() - began) * 1e3
+        while not answer.endswith(b"0\r\n\r\n"):
+            answer += self.socket.recv(65536)
+        assert answer.count(b'"token_ids":[') == 1
+        return ms
 
 
 def device_ms(folder: str) -> list[float]:
-    """Of each step, in order."""
-    spans = sorted((span for span in read_trace(folder) if span.span is Span.DEVICE), key=lambda span: span.step)
-    return [(span.end_ns - span.begin_ns) / 1e6 for span in spans]
+    """Of each step."""
+    return [(span.end_ns - span.begin_ns) / 1e6 for span in read_trace(folder) if span.span is Span.DEVICE]
 
 
-def measure(model: str | None, count: int) -> dict[str, tuple[list[float], list[float]]]:
-    """By door: the times, and the device's own."""
-    flags = ("--executor", "checksum") if model is None else ("--model", model)
+def measure(model: str | None, count: int) -> tuple[dict[str, list[float]], list[float]]:
+    """Milliseconds by door, and of the device for the same prompts. Another engine is asked in turn, whose trace has those: tracing
+    takes time too, and what else runs on the cores changes from minute to minute."""
+    flags = [*(("--executor", "checksum") if model is None else ("--model", model)), "--no-enable-prefix-caching"]
     asked = prompts(model, WARM_UP + count)
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
-        with EngineProcess(*flags, "--no-enable-prefix-caching", "--trace", folder) as engine:
-            zmq = over_zmq(engine.address, asked)
-            http = over_http(engine.url, asked)
+        with EngineProcess(*flags) as engine, EngineProcess(*flags, "--trace", folder) as traced:
+            doors = {"zmq": OverZmq(engine), "http": OverHttp(engine), "traced": OverZmq(traced)}
+            times: dict[str, list[float]] = {name: [] for name in doors}
+            for prompt in asked:
+                for name, door in doors.items():
+                    times[name].append(door.ask(prompt))
+                    time.sleep(PAUSE_S)
         device = device_ms(folder)
-    assert len(device) == 2 * len(asked), "each request must be one step"
-    kept = slice(WARM_UP, None)
-    return {"zmq": (zmq[kept], device[: len(asked)][kept]), "http": (http[kept], device[len(asked) :][kept])}
+    assert len(device) == len(asked), "each request must be one step"
+    return {name: times[name][WARM_UP:] for name in ("zmq", "http")}, device[WARM_UP:]
 
 
 def main() -> None:
@@ -105,10 +105,11 @@ def main() -> None:
     arguments = parser.parse_args()
     results = {}
     print(f"{'door':>5}{'first token p50':>17}{'model p50':>11}{'rest p50':>10}{'p90':>8}{'p99':>8}  ms")
-    for door, (whole, device) in measure(arguments.model, arguments.requests).items():
-        rest = [one - own for one, own in zip(whole, device, strict=True)]
-        cuts = statistics.quantiles(rest, n=100)
-        found = {"whole": statistics.median(whole), "model": statistics.median(device), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
+    by_door, device = measure(arguments.model, arguments.requests)
+    own = statistics.median(device)
+    for door, whole in by_door.items():
+        cuts = statistics.quantiles([ms - own for ms in whole], n=100)
+        found = {"whole": statistics.median(whole), "model": own, "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
         results[door] = found = {name: round(ms, 3) for name, ms in found.items()}
         print(f"{door:>5}{found['whole']:>17}{found['model']:>11}{found['p50']:>10}{found['p90']:>8}{found['p99']:>8}")
     print(json.dumps({"bench": "first_token", **facts(), "model": arguments.model or "checksum", "results": results}))
