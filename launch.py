@@ -354,7 +354,10 @@ def main(arguments: list[str]) -> int:
         return 0
     config = with_listener(msgspec.structs.replace(config, run_dir=str(run_dir)), listener)
     inherited = [address_lock, run_lock, *([] if listener is None else [listener.fileno()])]
-    return Supervisor(config, inherited, signals[0]).run()
+    code = Supervisor(config, inherited, signals[0]).run()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a late one would end the interpreter in the middle of its own end
+    return code
 
 
 if __name__ == "__main__":
