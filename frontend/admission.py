@@ -17,6 +17,7 @@ from protocol.sampling import RowSampling, SamplingParams, check_sampling, choic
 # No model's ids stand for more characters on average, save in runs of blanks; longer texts are refused before they cost time.
 MAX_CHARS_PER_TOKEN = 64
 MAX_SALT_BYTES = 256
+TOO_LONG = "the prompt is too long"  # the words by which LangChain and LiteLLM know it from other refusals, to cut the prompt
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -137,7 +138,7 @@ class Admission:
     def _check_size(self, what: str, num_chars: int) -> None:
         most = self.limits.max_model_len * MAX_CHARS_PER_TOKEN
         if num_chars > most:
-            raise ValueError(f"{what} may have at most {most} characters, got {num_chars}")
+            raise ValueError(f"{what} may have at most {most} characters, got {num_chars}: {TOO_LONG}")
 
     def _check_priority(self, priority: int) -> None:
         if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
@@ -150,7 +151,7 @@ class Admission:
         if not prompt_ids:
             raise ValueError("the prompt is empty")
         if len(prompt_ids) >= limit:
-            raise ValueError(f"the prompt has {len(prompt_ids)} tokens, which leaves no room in the context length of {limit}")
+            raise ValueError(f"{TOO_LONG}: it has {len(prompt_ids)} tokens, which leaves no room in the context length of {limit}")
         for token in (min(prompt_ids), max(prompt_ids)):
             if not 0 <= token < self.limits.vocab_size:
                 raise ValueError(f"prompt_ids must hold ids between 0 and {self.limits.vocab_size - 1}, got {token}")

@@ -240,7 +240,7 @@ def test_the_prompt_and_max_tokens_share_the_context(admission):
     assert [max_tokens(9, wanted) for wanted in (1, 2, None)] == [1, 1, 1]
     assert [max_tokens(8, wanted) for wanted in (1, 5, None)] == [1, 2, 2]
     for size in (10, 11):
-        with pytest.raises(ValueError, match=f"the prompt has {size} tokens.*context length of 10"):
+        with pytest.raises(ValueError, match=f"the prompt is too long: it has {size} tokens.*context length of 10"):
             max_tokens(size, 1)
 
 
