@@ -4,8 +4,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 MODEL ?= smollm2-135m
 QUESTION ?= What is the capital of France?
+LOADGENS := guidellm aiperf sglang locust
 
-.PHONY: demo test soak bench clean
+.PHONY: demo test soak loadgen bench clean
 
 # Starts the engine, asks it from a separate process, stops it.
 demo: $(VENV)/installed
@@ -22,6 +23,10 @@ test: $(VENV)/installed .venv-clients/installed
 soak: $(VENV)/installed
 	$(PY) -m pytest -m soak -s --timeout 3600
 
+# Four load generators; their environments take 10 GB.
+loadgen: $(VENV)/installed $(LOADGENS:%=.venv-%/installed)
+	$(PY) -m pytest -m loadgen -s
+
 bench: $(VENV)/installed
 	$(PY) tests/bench/offline.py
 
@@ -36,6 +41,19 @@ $(VENV)/installed: pyproject.toml
 .venv-clients/installed: tests/clients.txt
 	$(PYTHON) -m venv --clear .venv-clients
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r tests/clients.txt
+	touch $@
+
+guidellm := "torch>=2.11,<2.14" guidellm==0.8.1
+aiperf := aiperf==0.13.0
+locust := locust==2.47.0
+# What its bench imports of the 0.5.23 wheel, which without its dependencies is no server.
+sglang := torch torchvision transformers==5.19.0 aiohttp apache-tvm-ffi compressed-tensors datasets gguf ipython msgspec numpy orjson \
+	pillow psutil pybase64 pydantic pyzmq requests sentencepiece starlette tqdm
+
+$(LOADGENS:%=.venv-%/installed): .venv-%/installed: Makefile
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check $($*)
+	test $* != sglang || .venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23
 	touch $@
 
 clean:
