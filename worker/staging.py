@@ -9,6 +9,7 @@ from torch import Tensor
 
 
 ALIGNED = 4  # int32 values: 16 bytes
+DTYPES = {np.dtype(kind): getattr(torch, kind) for kind in ("int32", "int64", "float32")}
 
 
 class Staging(Protocol):
@@ -86,7 +87,7 @@ class PinnedStaging:
 
     def put_long(self, values: np.ndarray) -> Tensor:
         """An asynchronous copy through pinned memory that torch lends, and lends again only once the copy is done."""
-        pinned = torch.empty(values.shape, dtype=torch.from_numpy(values[:0].copy()).dtype, pin_memory=True)
+        pinned = torch.empty(values.shape, dtype=DTYPES[values.dtype], pin_memory=True)
         pinned.numpy()[...] = values
         return pinned.to(self.device, non_blocking=True)
 
@@ -115,4 +116,4 @@ class PinnedStaging:
         self.used = begin + values.nbytes
         assert self.used <= len(self.ring[0]), f"a step stages more than {len(self.ring[0])} bytes"
         self.views[self.slot][begin : self.used] = values.reshape(-1).view(np.uint8)
-        return self.ring[self.slot][begin : self.used].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
+        return self.ring[self.slot][begin : self.used].view(DTYPES[values.dtype]).view(values.shape)
