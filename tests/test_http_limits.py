@@ -1,6 +1,7 @@
 """What a client of the HTTP door may not do: stand still in the middle, send without end, take too many connections."""
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from frontend import http_server
+from frontend.http_bodies import CompletionBody, read_body
 from frontend.http_server import HttpServer
 from frontend.metrics import RequestMetrics
 from tests.scripted_scheduler import RunningFrontend, wait_until
@@ -220,3 +222,29 @@ def test_request_ids_are_the_clients_or_new_and_two_at_once_are_two_requests(pau
 def test_a_request_id_out_of_bounds_is_refused(paused, given):
     response = paused[1].post("/v1/completions", json={"prompt": [1], "max_tokens": 1}, headers={"X-Request-Id": given.encode("latin-1")})
     assert response.status_code == 400 and "X-Request-Id must be printable" in response.json()["error"]["message"]
+
+
+HUGE_BODIES = {
+    "values": b'{"prompt": [' + b"1," * 3_990_000 + b"1]}",
+    "lists and objects": b'{"prompt": [' + b"[1]," * 1_990_000 + b"[1]]}",
+    "texts": b'{"prompt": [' + b'"a",' * 1_990_000 + b'"a"]}',
+}
+HARMLESS_TEXTS = ['["a", {"b": "c,"}] \\ "' * 20_000, "\\" * 200_000 + '"', '[{,"' * 100_000 + "\\"]
+
+
+@pytest.mark.parametrize("what", HUGE_BODIES)
+def test_a_body_of_too_many_parts_is_refused_before_it_is_read(what):
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=f"the body may hold at most \\d+ {what}, got \\d+"):
+        read_body(HUGE_BODIES[what], CompletionBody)
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("text", HARMLESS_TEXTS)
+def test_what_looks_like_parts_within_a_text_is_not_counted(text):
+    assert read_body(json.dumps({"prompt": text}).encode(), CompletionBody).prompt == text
+    assert read_body(json.dumps({"prompt": [text, "x"], "stop": '"'}).encode(), CompletionBody).prompt == [text, "x"]
+
+
+def test_the_longest_prompts_of_ids_are_read():
+    assert len(read_body(b'{"prompt": [' + b"1," * 1_000_000 + b"1]}", CompletionBody).prompt) == 1_000_001
