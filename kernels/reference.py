@@ -15,12 +15,15 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from kernels.reference_experts import choose_experts, expert_mlps
 from kernels.reference_sampling import NO_TOKEN, gumbel_noise, philox, sample
 
 __all__ = [
     "NO_TOKEN",
     "add_rms_norm",
+    "choose_experts",
     "embed",
+    "expert_mlps",
     "gumbel_noise",
     "linear",
     "paged_attention",

@@ -27,6 +27,8 @@ LLAMA3 = {
     "original_max_position_embeddings": ORIGINAL,
 }
 
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+
 # name -> (architecture, config); rope parameters stand in "rope_parameters", as transformers 5 writes them
 VARIANTS = {
     "llama": ("llama", {}),
@@ -43,6 +45,13 @@ VARIANTS = {
     "qwen2_unused_window": ("qwen2", {"use_sliding_window": False, "sliding_window": 16}),
     "qwen3": ("qwen3", {}),
     "qwen3_bias_wide_heads": ("qwen3", {"attention_bias": True, "head_dim": 32}),
+    "qwen3_moe": ("qwen3_moe", MOE),
+    "qwen3_moe_normalised": ("qwen3_moe", MOE | {"norm_topk_prob": True}),
+    "qwen3_moe_dense_first": ("qwen3_moe", MOE | {"mlp_only_layers": [0], "norm_topk_prob": True}),
+    "qwen3_moe_every_second": ("qwen3_moe", MOE | {"decoder_sparse_step": 2}),
+    "qwen3_moe_one_of_many": ("qwen3_moe", MOE | {"num_experts": 32, "num_experts_per_tok": 1}),
+    "qwen3_moe_all": ("qwen3_moe", MOE | {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None}),
     "linear": ("llama", {"max_position_embeddings": ORIGINAL, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}),
     "dynamic": ("llama", {"max_position_embeddings": ORIGINAL, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
     "llama3": ("llama", {"max_position_embeddings": 256, "rope_parameters": LLAMA3}),

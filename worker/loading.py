@@ -26,6 +26,8 @@ def load_model(path: str, dtype: str, device: str, max_model_len: int | None, lo
     """
     device = resolve_device(device)
     config = open_config(Path(path))
+    if config.experts is not None and device != "cpu":
+        raise ValueError(f"{config.architecture} runs on a CPU only so far: --device cpu")
     limit = resolve_max_model_len(config, max_model_len)
     run_as = resolve_dtype(dtype, config.dtype, device)
     source = None if load_format == "dummy" else open_checked(Path(path), config)

@@ -132,6 +132,11 @@ class TransformerModel:
     def _mlp(self, w: LayerWeights, b: Buffers) -> None:
         ops = self.ops
         ops.add_rms_norm(b.x_TD, b.residual_TD, w.post_norm_D, b.x_TD, self.config.rms_norm_eps)
+        if w.experts is not None:
+            experts = self.config.experts
+            chosen = ops.choose_experts(b.x_TD, w.experts.router_MD, experts.num_chosen, experts.normalises)
+            ops.expert_mlps(b.x_TD, *chosen, w.experts.gate_up_MJD, w.experts.down_MDI, b.x_TD)
+            return
         ops.linear(b.x_TD, w.gate_up_JD, w.gate_up_bias_J, b.gate_up_TJ)
         ops.silu_mul(b.gate_up_TJ, b.mlp_TI)
         ops.linear(b.mlp_TI, w.down_DI, w.down_bias_D, b.x_TD)

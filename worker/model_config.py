@@ -42,7 +42,32 @@ DEFAULTS: dict[str, dict] = {
     },
     "Qwen2ForCausalLM": _COMMON | _QWEN,
     "Qwen3ForCausalLM": _COMMON | _QWEN | {"head_dim": 128},
+    "Qwen3MoeForCausalLM": _COMMON
+    | {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
+    "MixtralForCausalLM": _COMMON
+    | {
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "use_sliding_window": True,
+        "num_experts_per_tok": 2,
+    },
 }
+# Both spell the number of experts in two ways.
+DEFAULT_EXPERTS = {"Qwen3MoeForCausalLM": 128, "MixtralForCausalLM": 8}
 
 
 # key -> (lowest, highest), both allowed: beyond these no model lies, only a damaged or hostile file. Weights are allocated from sizes,
@@ -60,6 +85,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "original_max_position_embeddings": (1, MAX_MODEL_LEN),
     "rms_norm_eps": (0, 1),
     "rope_theta": (2, 1e15),
+    "num_experts": (0, 2**12),
+    "num_local_experts": (0, 2**12),
+    "num_experts_per_tok": (1, 2**12),
+    "moe_intermediate_size": (1, 2**20),
+    "decoder_sparse_step": (1, 2**11),
 }
 ROPE_BOUNDS: dict[str, tuple[float, float]] = {
     "rope_theta": BOUNDS["rope_theta"],
@@ -122,6 +152,23 @@ class HfConfig(msgspec.Struct, frozen=True):
     quantization_config: dict | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True):
+    """What the sparse layers of a mixture of experts have in common."""
+
+    num_experts: int
+    num_chosen: int  # experts of a token
+    width: int  # of each one's MLP
+    normalises: bool  # whether a token's router weights are divided by their sum
+    sparse_layers: frozenset[int]  # the others have one MLP
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -144,6 +191,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     max_model_len: int  # tokens, with the rope scaling counted in
     rope: RopeConfig
     dtype: str | None  # of the checkpoint, where it says so
+    experts: ExpertsConfig | None = None
 
     @property
     def qkv_size(self) -> int:
@@ -178,8 +226,8 @@ def parse_model_config(raw: dict) -> ModelConfig:
         raise ValueError(str(error)) from None
     _check_supported(config)
     rope = parse_rope(config)
-    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-    flagged_bias = config.attention_bias and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+    flagged_bias = config.attention_bias and (qwen3 or architecture == "LlamaForCausalLM")
     return ModelConfig(
         architecture=architecture,
         vocab_size=config.vocab_size,
@@ -198,6 +246,27 @@ def parse_model_config(raw: dict) -> ModelConfig:
         max_model_len=_checked_len(max_model_len(config, rope)),
         rope=rope,
         dtype=config.dtype or config.torch_dtype,
+        experts=parse_experts(config, architecture),
+    )
+
+
+def parse_experts(config: HfConfig, architecture: str) -> ExpertsConfig | None:
+    """None where no layer is sparse. Mixtral's experts are as wide as its intermediate_size, and its weights always normalised."""
+    given = [config.num_experts, config.num_local_experts, DEFAULT_EXPERTS.get(architecture, 0)]
+    num_experts = next(number for number in given if number is not None)
+    dense = set(config.mlp_only_layers or ())
+    sparse = {i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % config.decoder_sparse_step == 0}
+    if architecture not in DEFAULT_EXPERTS or num_experts == 0 or not sparse:
+        return None
+    if config.num_experts_per_tok > num_experts:
+        raise ValueError(f"num_experts_per_tok must be at most num_experts ({num_experts}), got {config.num_experts_per_tok}")
+    is_mixtral = architecture == "MixtralForCausalLM"
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=config.num_experts_per_tok,
+        width=config.intermediate_size if is_mixtral else config.moe_intermediate_size,
+        normalises=is_mixtral or config.norm_topk_prob,
+        sparse_layers=frozenset(sparse),
     )
 
 
