@@ -6,8 +6,11 @@ import torch
 
 from tests.checkpoints import tiny_model
 from tests.paged_driver import PagedDriver
-from tests.test_models import LLAMA3, random_tokens
+from tests.test_models import LLAMA3, MOE, random_tokens
 from worker.loading import load_model
+
+# Q8_0 has blocks of 32 values; all experts are chosen, since a rounded router may choose others.
+MOE_OF_32 = MOE | {"moe_intermediate_size": 64, "norm_topk_prob": True, "num_experts_per_tok": 8}
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -24,6 +27,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -41,6 +48,17 @@ def pairs_from_halves(values, num_heads):
     return torch.stack([values[h * F + j // 2 + (j % 2) * (F // 2)] for h in range(num_heads) for j in range(F)])
 
 
+def unstacked(state):
+    """transformers holds the gate and up projections of all experts in one tensor."""
+    for name, tensor in state.items():
+        stem = name.rsplit(".", 1)[0]
+        if name.endswith("experts.gate_up_proj"):
+            for part, values in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield f"{stem}.{part}_proj.weight", values
+        else:
+            yield (f"{name}.weight" if name.endswith("experts.down_proj") else name), tensor
+
+
 def write_gguf(path, arch, model, quantisation, rope=None, extra=None):
     """Write a model of transformers as llama.cpp's converter does."""
     config = model.config
@@ -56,14 +74,18 @@ def write_gguf(path, arch, model, quantisation, rope=None, extra=None):
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if rope:
         rope(writer)
-    for name, tensor in model.state_dict().items():
+    if arch == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    for name, tensor in unstacked(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if arch == "llama" and ".q_proj." in name:
             tensor = pairs_from_halves(tensor, config.num_attention_heads)
         if arch == "llama" and ".k_proj." in name:
             tensor = pairs_from_halves(tensor, config.num_key_value_heads)
-        kind = quantisation if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        kind = quantisation if tensor.ndim >= 2 and not name.endswith("mlp.gate.weight") else gguf.GGMLQuantizationType.F32
         writer.add_tensor(gguf_name(name), gguf.quantize(tensor.float().numpy(), kind), raw_dtype=kind)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values.numpy())
@@ -95,17 +117,19 @@ F32, F16, Q8 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, ggu
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
     ("qwen2", {}),
     ("qwen3", {"head_dim": 32}),
-], ids=["llama", "llama_biases", "qwen2", "qwen3"])  # fmt: skip
+    ("qwen3_moe", MOE | {"norm_topk_prob": True}),
+    ("qwen3_moe", MOE | {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+], ids=["llama", "llama_biases", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_dense_last"])  # fmt: skip
 def test_every_architecture_equals_its_original(arch, config, tied, tmp_path):
     model = tiny_model(arch, tie_word_embeddings=tied, **config)
-    assert_same_logits(write_gguf(tmp_path / "model.gguf", arch, model, F32), model, 1e-4)
+    assert_same_logits(write_gguf(tmp_path / "model.gguf", arch.replace("_", ""), model, F32), model, 1e-4)
 
 
 @pytest.mark.parametrize("quantisation, tolerance", [(F16, 2e-3), (Q8, 5e-2)])
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-def test_quantised_files_stay_within_their_precision(arch, quantisation, tolerance, tmp_path):
-    model = tiny_model(arch, initializer_range=0.1)
-    assert_same_logits(write_gguf(tmp_path / "model.gguf", arch, model, quantisation), model, tolerance)
+@pytest.mark.parametrize("arch, config", [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("qwen3_moe", MOE_OF_32)])
+def test_quantised_files_stay_within_their_precision(arch, config, quantisation, tolerance, tmp_path):
+    model = tiny_model(arch, initializer_range=0.1, **config)
+    assert_same_logits(write_gguf(tmp_path / "model.gguf", arch.replace("_", ""), model, quantisation), model, tolerance)
 
 
 def llama3_divisors(head_dim):
@@ -152,7 +176,7 @@ def test_tensors_without_a_place_are_named(tmp_path):
 
 def test_another_architecture_is_refused(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", "gemma", tiny_model(), F32)
-    with pytest.raises(ValueError, match="gemma is not supported; supported are llama, qwen2, qwen3"):
+    with pytest.raises(ValueError, match="gemma is not supported; supported are llama, qwen2, qwen3, qwen3moe"):
         load(path)
 
 

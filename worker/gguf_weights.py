@@ -5,6 +5,8 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import math
 import re
+from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 
 import gguf
@@ -14,10 +16,11 @@ import torch
 from torch import Tensor
 
 from protocol.gguf_header import TensorPlace, read_header
-from worker.model_config import ModelConfig, parse_model_config
+from worker.model_config import BOUNDS, ModelConfig, parse_model_config
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 ROPE_DIVISORS = "rope_freqs.weight"
+MAX_LAYERS = int(BOUNDS["num_hidden_layers"][1])
 
 # our config.json key -> the metadata key after "ARCHITECTURE."
 KEYS = {
@@ -30,6 +33,11 @@ KEYS = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "sliding_window": "attention.sliding_window",
+}
+EXPERT_KEYS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
 }
 ROPE_KEYS = {
     "rope_theta": "rope.freq_base",
@@ -53,7 +61,9 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+STACKED_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}  # of all experts of a layer
 OTHER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -69,7 +79,7 @@ class GgufFile:
         self.path = path
         header = read_header(path)
         self.metadata = header.metadata
-        self.tensors = {_hf_name(name): QuantizedTensor(path, name, place) for name, place in header.tensors.items()}
+        self.tensors = dict(part for name, place in header.tensors.items() for part in _named_parts(QuantizedTensor(path, name, place)))
         self.divisors = self.tensors.pop(ROPE_DIVISORS, None)
         self.data = np.memmap(path, np.uint8, "r")
         for tensor in [*self.tensors.values(), *([self.divisors] if self.divisors else [])]:
@@ -111,12 +121,13 @@ class GgufFile:
         return value
 
     def _config(self) -> ModelConfig:
-        values = {name: self._value(key, KEY_TYPES.get(name, int)) for name, key in KEYS.items()}
+        keys = KEYS | EXPERT_KEYS if self.architecture == "qwen3moe" else KEYS
+        values = {name: self._value(key, KEY_TYPES.get(name, int)) for name, key in keys.items()}
         for name, value in values.items():
             if value is None and name not in OPTIONAL:
-                raise ValueError(f"the metadata lacks {self.architecture}.{KEYS[name]}")
+                raise ValueError(f"the metadata lacks {self.architecture}.{keys[name]}")
             if value == 0 and name not in OPTIONAL:
-                raise ValueError(f"{self.architecture}.{KEYS[name]} must not be 0")
+                raise ValueError(f"{self.architecture}.{keys[name]} must not be 0")
         config = parse_model_config(self._as_config_json(values))
         return config if self.divisors is None else self._with_divisors(config)
 
@@ -144,8 +155,14 @@ class GgufFile:
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.tensors,
             "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in self.tensors,
             "tie_word_embeddings": "lm_head.weight" not in self.tensors,
+            "norm_topk_prob": True,  # of Qwen3's mixtures; the format has no key for it
+            "mlp_only_layers": [i for i in range(min(values["num_hidden_layers"], MAX_LAYERS)) if self._is_dense(i)],
             "rope_parameters": {name: value for name, value in rope.items() if value is not None},
         }
+
+
+    def _is_dense(self, layer: int) -> bool:
+        return f"model.layers.{layer}.mlp.down_proj.weight" in self.tensors
 
 
 class QuantizedTensor:
@@ -153,7 +170,7 @@ class QuantizedTensor:
 
     def __init__(self, path: Path, name: str, place: TensorPlace):
         """Raises ValueError naming file and tensor for a quantisation or a shape that cannot be."""
-        self.label = f"{path}: {name}"
+        self.name, self.label = name, f"{path}: {name}"
         self.shape, self.start = place.shape, place.start
         try:
             self.kind = gguf.GGMLQuantizationType(place.kind)
@@ -161,6 +178,16 @@ class QuantizedTensor:
         except ValueError as error:
             raise ValueError(f"{self.label}: {error}") from None
         self.end = self.start + math.prod(self.byte_shape)
+
+    def parts(self) -> list["QuantizedTensor"]:
+        """The matrices that this one stacks."""
+        size, found = math.prod(self.byte_shape[1:]), []
+        for index in range(self.shape[0]):
+            part = copy(self)
+            part.shape, part.byte_shape = self.shape[1:], self.byte_shape[1:]
+            part.start, part.end = self.start + index * size, self.start + (index + 1) * size
+            found.append(part)
+        return found
 
     def check_inside(self, file_size: int) -> None:
         """Raise ValueError when the file ends before the tensor does."""
@@ -174,6 +201,16 @@ class QuantizedTensor:
         except NotImplementedError:
             raise ValueError(f"{self.label} is quantised as {self.kind.name}, which is not supported") from None
         return torch.from_numpy(np.require(values, requirements="AW"))  # float32 tensors come as the read-only file itself
+
+
+def _named_parts(tensor: QuantizedTensor) -> Iterator[tuple[str, QuantizedTensor]]:
+    """Under Hugging Face names, where every expert has tensors of its own."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name)
+    if not match or match[2] not in STACKED_NAMES or len(tensor.shape) != 3:
+        yield _hf_name(tensor.name), tensor
+        return
+    for index, part in enumerate(tensor.parts()):
+        yield f"model.layers.{match[1]}.mlp.experts.{index}.{STACKED_NAMES[match[2]]}.weight", part
 
 
 def _hf_name(name: str) -> str:
