@@ -33,6 +33,7 @@ TRANSFORMERS = {
     "llama": TINY | {"num_hidden_layers": 2},
     "qwen2": TINY | {"tie_word_embeddings": True},
     "qwen3": TINY | {"head_dim": 16},
+    "qwen3_moe": TINY | {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
 }
 # Low temperatures: the model's own choice wins mostly and not always, so that a wrong page and a wrong seed both show.
 SAMPLINGS = [
