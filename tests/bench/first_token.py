@@ -76,26 +76,27 @@ class OverHttp:
 
 
 def device_ms(folder: str) -> list[float]:
-    """Of each step."""
-    return [(span.end_ns - span.begin_ns) / 1e6 for span in read_trace(folder) if span.span is Span.DEVICE]
+    """Of each step, in order."""
+    spans = sorted((span for span in read_trace(folder) if span.span is Span.DEVICE), key=lambda span: span.step)
+    return [(span.end_ns - span.begin_ns) / 1e6 for span in spans]
 
 
-def measure(model: str | None, count: int) -> tuple[dict[str, list[float]], list[float]]:
-    """Milliseconds by door, and of the device for the same prompts. Another engine is asked in turn, whose trace has those: tracing
-    takes time too, and what else runs on the cores changes from minute to minute."""
+def measure(model: str | None, count: int) -> dict[str, list[tuple[float, float]]]:
+    """By door: milliseconds of each request, and of the device for it. The doors are asked in turn, since what else runs on the cores
+    changes from minute to minute; the trace of the engine takes a tenth of a millisecond itself."""
     flags = [*(("--executor", "checksum") if model is None else ("--model", model)), "--no-enable-prefix-caching"]
     asked = prompts(model, WARM_UP + count)
     with tempfile.TemporaryDirectory(prefix="trace-") as folder:
-        with EngineProcess(*flags) as engine, EngineProcess(*flags, "--trace", folder) as traced:
-            doors = {"zmq": OverZmq(engine), "http": OverHttp(engine), "traced": OverZmq(traced)}
+        with EngineProcess(*flags, "--trace", folder) as engine:
+            doors = {"zmq": OverZmq(engine), "http": OverHttp(engine)}
             times: dict[str, list[float]] = {name: [] for name in doors}
             for prompt in asked:
                 for name, door in doors.items():
                     times[name].append(door.ask(prompt))
                     time.sleep(PAUSE_S)
         device = device_ms(folder)
-    assert len(device) == len(asked), "each request must be one step"
-    return {name: times[name][WARM_UP:] for name in ("zmq", "http")}, device[WARM_UP:]
+    assert len(device) == len(doors) * len(asked), "each request must be one step"
+    return {name: list(zip(times[name], device[i :: len(doors)], strict=True))[WARM_UP:] for i, name in enumerate(doors)}
 
 
 def main() -> None:
@@ -105,11 +106,10 @@ def main() -> None:
     arguments = parser.parse_args()
     results = {}
     print(f"{'door':>5}{'first token p50':>17}{'model p50':>11}{'rest p50':>10}{'p90':>8}{'p99':>8}  ms")
-    by_door, device = measure(arguments.model, arguments.requests)
-    own = statistics.median(device)
-    for door, whole in by_door.items():
-        cuts = statistics.quantiles([ms - own for ms in whole], n=100)
-        found = {"whole": statistics.median(whole), "model": own, "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
+    for door, found in measure(arguments.model, arguments.requests).items():
+        whole, device = zip(*found, strict=True)
+        cuts = statistics.quantiles((ms - own for ms, own in found), n=100)
+        found = {"whole": statistics.median(whole), "model": statistics.median(device), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98]}
         results[door] = found = {name: round(ms, 3) for name, ms in found.items()}
         print(f"{door:>5}{found['whole']:>17}{found['model']:>11}{found['p50']:>10}{found['p90']:>8}{found['p99']:>8}")
     print(json.dumps({"bench": "first_token", **facts(), "model": arguments.model or "checksum", "results": results}))
