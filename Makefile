@@ -11,7 +11,7 @@ LOADGENS := guidellm aiperf sglang locust
 # Starts the engine, asks it from a separate process, stops it.
 demo: $(VENV)/installed
 	@folder=$$(mktemp -d) && address=ipc://$$folder/demo.sock && \
-	{ $(PY) launch.py --model $(MODEL) --zmq-listen $$address & } && engine=$$! && \
+	{ $(PY) launch.py --model $(MODEL) --port 0 --zmq-listen $$address & } && engine=$$! && \
 	trap 'kill $$engine 2>/dev/null' INT TERM && \
 	$(PY) -m frontend.client --address $$address --connect-timeout 300 --chat --temperature 0 "$(QUESTION)"; answered=$$?; \
 	kill $$engine 2>/dev/null; wait $$engine; stopped=$$?; rm -r "$$folder"; \
