@@ -38,6 +38,6 @@ class Pump:
 
     def _check(self) -> None:
         self.poked = False
-        if self.loop is not None and self.socket.events & zmq.POLLIN:
+        if self.loop is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self.receive()
             self.poke()
