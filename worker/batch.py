@@ -4,8 +4,7 @@ T tokens, S sequences, N samples, C samples of rows with controls, X scores (log
 tokens. Decode steps are padded to a bucket; padding points at the scratch row.
 """
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ def bucket_for(num_rows: int, most: int) -> int:
     return min(-(-num_rows // BUCKET_STEP) * BUCKET_STEP, most)
 
 
-@dataclass(frozen=True)
-class StepBatch:
+class StepBatch(msgspec.Struct, frozen=True, gc=False):
     """What one step runs on.
 
     The host makes the first group; `gather_rows` fills the second from the row state. sample_index_N are indexes into T of the
