@@ -78,8 +78,7 @@ class HttpDoor:
             raise Refusal(503, str(error)) from None
         headers = {"X-Request-Id": request_id}
         if body.stream:
-            await answers.heard(REFUSED_SECONDS)
-            return EventStream(self._events(answers, replies, body), answers.close, headers | STREAM_HEADERS)
+            return EventStream(answers, self._events(answers, replies, body), headers | STREAM_HEADERS)
         return _json(await self._whole(request, answers, replies), headers=headers)
 
     async def _admit(self, generate: Generate, key_hash: str) -> Admitted:
@@ -206,25 +205,28 @@ class HttpDoor:
 
 
 class EventStream(Response):
-    """A streamed answer. `leave` is called once its client has gone, and at its end; it has to end the events.
+    """A streamed answer, once it is known not to be refused. Its client's leaving closes the answers, and so ends the events.
 
     Starlette's own begins a group of tasks for each answer, which takes 0.3 ms of a first token's time.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None], headers: dict[str, str]):
-        self.events, self.leave, self.status_code = events, leave, 200
+    def __init__(self, answers: Answers, events: AsyncIterator[bytes], headers: dict[str, str]):
+        self.answers, self.events, self.status_code = answers, events, 200
         self.raw_headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
         leaving = asyncio.ensure_future(_disconnected(receive))
-        leaving.add_done_callback(lambda _: self.leave())
+        leaving.add_done_callback(lambda _: self.answers.close())
         try:
+            await self.answers.heard(REFUSED_SECONDS)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async with aclosing(self.events) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except Refusal as refusal:
+            await _error(refusal.code, refusal.message)(scope, receive, send)
         finally:
             leaving.cancel()
 
